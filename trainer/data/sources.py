@@ -19,7 +19,8 @@ class Row:
     """One prompt of a dataset.
 
     `prompt` is text, or chat messages (`[{"role": .., "content": ..}, ..]`). `where` names the row for messages
-    (`file:line`). `extra` holds the row's other values as JSON data; reasoning-gym rows keep their `entry` in it.
+    (`file:line`). `extra` holds the row's other values as JSON data; a reasoning-gym row says how its dataset was made
+    and its index there, from which the scorer makes the exact entry again.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -95,11 +96,12 @@ def _reasoning_gym(source: SourceConfig) -> list[Row]:
         entries = [dataset[index] for index in range(source.count)]
     except Exception as error:
         raise DataError(f"reasoning-gym {name!r} with options {source.options}: {_one_line(error)}") from error
+    made = {"name": name, "size": source.count, "seed": source.seed, "options": source.options}
     rows = []
     for index, entry in enumerate(entries):
         where = f"{name}: row {index}"
-        entry = _jsonable(entry, where)
-        rows.append(Row(entry["question"], entry["answer"], where, {"entry": entry}))
+        answer = _jsonable(entry["answer"], where)
+        rows.append(Row(entry["question"], answer, where, {"reasoning_gym": made, "index": index}))
     return rows
 
 
