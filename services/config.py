@@ -132,7 +132,9 @@ class AlgorithmConfig(Section):
     kl_coef: float = Field(0.0, ge=0)
     normalize_std: bool = Field(True, description="divide the centred rewards by the group's standard deviation")
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    constant_tokens: int = Field(0, ge=0, description="aggregation: constant divides by sequences x this; 0: max_tokens")
+    constant_tokens: int = Field(
+        0, ge=0, description="aggregation: constant divides by sequences x this; 0: max_tokens"
+    )
 
 
 class OptimizerConfig(Section):
@@ -185,7 +187,9 @@ class SGSConfig(Section):
     heartbeat_s: float = Field(1.0, gt=0)
     unit_timeout_s: float = Field(10.0, gt=0, description="silence after which a unit counts as dead")
     no_unit_timeout_s: float = Field(120.0, gt=0, description="a request fails when no usable unit is there so long")
-    reconnect_s: float = Field(30.0, gt=0, description="how long peers try to reach a lost head, and it keeps a lost rank")
+    reconnect_s: float = Field(
+        30.0, gt=0, description="how long peers try to reach a lost head, and it keeps a lost rank"
+    )
     lookahead: int = Field(2, ge=0, description="samples a unit holds beyond its slots")
 
 
@@ -218,6 +222,7 @@ class WeightsConfig(Section):
     dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="transfer dtype")
     chunk_bytes: int = Field(1 << 20, gt=0, le=3 << 20)
     deadline_s: float = Field(120.0, gt=0, description="for one unit's fetch")
+    max_bytes: int = Field(64 << 30, gt=0, description="a unit refuses a version larger than this")
 
 
 class TLSConfig(Section):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
+
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
-from services.errors import PortBusyError
+from services.config import TLSConfig
+from services.errors import ConfigError, InsecureAddressError, PortBusyError
+from services.rpc import is_loopback
 
 HEAD_UNITS = Gauge("streamrl_head_units", "Attached DP units")
 HEAD_QUEUED = Gauge("streamrl_head_samples_queued", "Samples not yet handed to a unit")
@@ -37,10 +41,29 @@ TRAINER_TRAIN_SECONDS = Histogram("streamrl_trainer_train_seconds", "Compute tim
 TRAINER_PUBLISH_SECONDS = Histogram("streamrl_trainer_publish_seconds", "From snapshot to all units staged")
 
 
-def serve_metrics(host: str, port: int, what: str) -> int:
-    """Serve `/metrics` over HTTP from a daemon thread; returns the bound port. Raises `PortBusyError`."""
+def serve_metrics(host: str, port: int, what: str, tls: TLSConfig | None = None) -> int:
+    """Serve `/metrics` from a daemon thread, over HTTPS with `tls`; returns the bound port.
+
+    Raises `PortBusyError`, `InsecureAddressError` (nothing but TLS protects it beyond loopback), or `ConfigError`.
+    """
+    if tls is None and not is_loopback(host):
+        raise InsecureAddressError(
+            f"{what}: refusing plain HTTP on {host}: give security.tls, or metrics.host: 127.0.0.1"
+        )
     try:
-        server, _thread = start_http_server(port, addr=host)
+        if tls is None:
+            server, _thread = start_http_server(port, addr=host)
+        else:
+            server, _thread = start_http_server(
+                port,
+                addr=host,
+                certfile=str(tls.cert),
+                keyfile=str(tls.key),
+                client_cafile=str(tls.ca) if tls.ca else None,
+                client_auth_required=tls.ca is not None,
+            )
+    except ssl.SSLError as error:
+        raise ConfigError(f"{what}: security.tls: {error}") from None
     except OSError as error:
         raise PortBusyError(f"{what}: cannot serve metrics on {host}:{port}: {error.strerror}") from None
     return int(server.server_port)

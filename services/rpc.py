@@ -107,9 +107,7 @@ class Server:
     async def start(self, host: str, port: int) -> int:
         """Bind, start, and return the bound port. Raises `InsecureAddressError` or `PortBusyError`."""
         require_safe_address(host, self._credentials, self._what)
-        reflection.enable_server_reflection(
-            [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
-        )
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         address = join_address(host, port)
         try:
             if self._credentials.server is not None:
@@ -202,7 +200,9 @@ def _token_senders(token: str | None) -> list[grpc.aio.ClientInterceptor]:
             return await continuation(signed(client_call_details), request)
 
     class StreamStream(grpc.aio.StreamStreamClientInterceptor):
-        async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        async def intercept_stream_stream(
+            self, continuation: Any, client_call_details: Any, request_iterator: Any
+        ) -> Any:
             return await continuation(signed(client_call_details), request_iterator)
 
     return [UnaryUnary(), UnaryStream(), StreamStream()]

@@ -99,9 +99,7 @@ def failure(message: pb.Failure) -> SampleFailure:
 
 
 def failure_pb(value: SampleFailure) -> pb.Failure:
-    return pb.Failure(
-        id=sample_id_pb(value.id), code=_CODES[value.code], message=value.message, unit_id=value.unit_id
-    )
+    return pb.Failure(id=sample_id_pb(value.id), code=_CODES[value.code], message=value.message, unit_id=value.unit_id)
 
 
 def manifest(message: pb.WeightManifest) -> Manifest:
