@@ -27,7 +27,13 @@ def encode(samples: Sequence[TrainSample]) -> tuple[npt.NDArray[np.int64], npt.N
     floats: list[npt.NDArray[np.float64]] = []
     for sample in samples:
         name = np.frombuffer(sample.id.prompt_id.encode(), dtype=np.uint8)
-        parts = (name, sample.prompt, sample.completion, sample.kept_counts, sample.kept_ids)
+        parts: tuple[npt.NDArray[np.uint8] | tuple[int, ...], ...] = (
+            name,
+            sample.prompt,
+            sample.completion,
+            sample.kept_counts,
+            sample.kept_ids,
+        )
         ints.append(np.array([sample.id.k, sample.staleness, *map(len, parts)], dtype=np.int64))
         ints.extend(np.asarray(part, dtype=np.int64) for part in parts)
         floats.append(np.array([sample.advantage, *sample.behaviour_logprobs], dtype=np.float64))
@@ -89,15 +95,15 @@ class Exchange:
 
         `samples` are this rank's ready ones, in the order whose lengths were planned with.
         """
-        here = {Place(self.rank, index): sample for index, sample in enumerate(samples)}
+        here = {Place(self.rank, item): sample for item, sample in enumerate(samples)}
         outgoing: dict[int, list[int]] = defaultdict(list)
         incoming: dict[int, list[Place]] = defaultdict(list)
-        for owner, index, assignee in plan.transfers:
+        for owner, item, assignee in plan.transfers:
             if owner == self.rank:
-                outgoing[assignee].append(index)
+                outgoing[assignee].append(item)
             if assignee == self.rank:
-                incoming[owner].append(Place(owner, index))
-        received = self._swap({peer: [samples[i] for i in indices] for peer, indices in outgoing.items()}, incoming)
+                incoming[owner].append(Place(owner, item))
+        received = self._swap({peer: [samples[item] for item in items] for peer, items in outgoing.items()}, incoming)
         for peer, places in incoming.items():
             here.update(zip(places, received[peer], strict=True))
         return [[here[place] for place in micro] for micro in plan.micro_batches[self.rank]]
@@ -106,18 +112,19 @@ class Exchange:
         if self.world == 1:
             return [mine.tolist()]
         try:
-            counts = torch.empty(self.world, dtype=torch.int64)
-            dist.all_gather_single(counts, torch.tensor([mine.numel()]))
-            most = int(counts.max())
+            sizes = list(torch.empty(self.world, 1, dtype=torch.int64))
+            dist.all_gather(sizes, torch.tensor([mine.numel()]))
+            counts = [int(size) for size in sizes]
+            most = max(counts)
             if most == 0:
                 return [[] for _ in range(self.world)]
             padded = torch.zeros(most, dtype=mine.dtype)
             padded[: mine.numel()] = mine
-            rows = torch.empty(self.world * most, dtype=mine.dtype)
-            dist.all_gather_single(rows, padded)
+            rows = list(torch.empty(self.world, most, dtype=mine.dtype))
+            dist.all_gather(rows, padded)
         except RuntimeError as error:
             raise TrainingError(f"rank {self.rank}: waiting for the other ranks' metadata: {error}") from error
-        return [row[:count] for row, count in zip(rows.view(self.world, most).tolist(), counts.tolist(), strict=True)]
+        return [row[:count].tolist() for row, count in zip(rows, counts, strict=True)]
 
     def _swap(
         self, outgoing: dict[int, list[TrainSample]], incoming: dict[int, list[Place]]

@@ -14,23 +14,23 @@ _TOLERANCE = 1 / 32
 
 
 class Place(NamedTuple):
-    """A ready sample: the `index`-th of rank `owner`."""
+    """A ready sample: the `item`-th of rank `owner`."""
 
     owner: int
-    index: int
+    item: int
 
 
 class Transfer(NamedTuple):
-    """The `index`-th ready sample of rank `owner` is trained on by rank `assignee`."""
+    """The `item`-th ready sample of rank `owner` is trained on by rank `assignee`."""
 
     owner: int
-    index: int
+    item: int
     assignee: int
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """`micro_batches[rank]`: equally many on each rank, empty ones last; `transfers`: ordered by owner and index."""
+    """`micro_batches[rank]`: equally many on each rank, empty ones last; `transfers`: ordered by owner and item."""
 
     micro_batches: tuple[tuple[tuple[Place, ...], ...], ...]
     transfers: tuple[Transfer, ...]
@@ -46,7 +46,7 @@ def should_start(ready_tokens_by_rank: Sequence[int], world: int, budget: int, a
 
 
 def plan_round(ready: Sequence[Sequence[int]], budget: int) -> RoundPlan:
-    """Assign every ready sample to a rank; `ready[owner][index]` is its length in tokens.
+    """Assign every ready sample to a rank; `ready[owner][item]` is its length in tokens.
 
     Loads differ by no more than the longest sample (or 1/32 of the mean load, where that is more); samples stay with
     their owner otherwise. Raises `ValueError` when a sample exceeds `budget` tokens alone.
@@ -54,13 +54,13 @@ def plan_round(ready: Sequence[Sequence[int]], budget: int) -> RoundPlan:
     assigned = _balance(ready)
     packed: list[list[list[Place]]] = []
     for places in assigned:
-        lengths = [ready[place.owner][place.index] for place in places]
+        lengths = [ready[place.owner][place.item] for place in places]
         try:
             packed.append([[places[index] for index in micro] for micro in pack(lengths, budget)])
         except ValueError:
-            worst = max(places, key=lambda place: ready[place.owner][place.index])
+            worst = max(places, key=lambda place: ready[place.owner][place.item])
             raise ValueError(
-                f"sample {worst.index} of rank {worst.owner} has {ready[worst.owner][worst.index]} tokens; "
+                f"sample {worst.item} of rank {worst.owner} has {ready[worst.owner][worst.item]} tokens; "
                 f"a micro-batch holds {budget}"
             ) from None
     most = max(map(len, packed), default=0)
@@ -68,7 +68,7 @@ def plan_round(ready: Sequence[Sequence[int]], budget: int) -> RoundPlan:
         micro_batches=tuple(tuple(map(tuple, micros)) + ((),) * (most - len(micros)) for micros in packed),
         transfers=tuple(
             sorted(
-                Transfer(place.owner, place.index, rank)
+                Transfer(place.owner, place.item, rank)
                 for rank, places in enumerate(assigned)
                 for place in places
                 if place.owner != rank
@@ -80,7 +80,7 @@ def plan_round(ready: Sequence[Sequence[int]], budget: int) -> RoundPlan:
 def _balance(ready: Sequence[Sequence[int]]) -> list[list[Place]]:
     """Move samples from the fullest rank to the emptiest, each time the one nearest to half their difference."""
     held = [
-        sorted((length, Place(owner, index)) for index, length in enumerate(lengths))
+        sorted((length, Place(owner, item)) for item, length in enumerate(lengths))
         for owner, lengths in enumerate(ready)
     ]
     loads = [sum(lengths) for lengths in ready]
