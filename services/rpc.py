@@ -17,6 +17,9 @@ from grpc_reflection.v1alpha import reflection
 from services.config import SecurityConfig
 from services.errors import ConfigError, InsecureAddressError, PortBusyError
 
+TRANSIENT = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
+"""A peer that is gone, or going: worth a reconnect."""
+
 _UNAUTHENTICATED = "a valid bearer token is needed (security.token_file or its environment variable)"
 
 

@@ -1,0 +1,65 @@
+"""Checkpoints that are whole or do not count: everything that must move together, and a marker written last."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from services.errors import UsageError
+
+_STATE = "trainer.json"
+_MARKER = "COMPLETE"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """`iteration` counts finished ones and equals the weights' version; `loader` is the loader's state."""
+
+    iteration: int
+    loader: dict[str, Any]
+    seed: int
+
+
+def step_directory(root: Path, iteration: int) -> Path:
+    return root / f"step-{iteration:06d}"
+
+
+def finish(directory: Path, state: TrainerState) -> None:
+    """Write the state, then the marker; call after every rank has written its part."""
+    (directory / _STATE).write_text(json.dumps(asdict(state)))
+    for path in directory.iterdir():
+        _sync(path)
+    (directory / _MARKER).touch()
+    _sync(directory)
+
+
+def read(directory: Path) -> TrainerState:
+    """Raises `UsageError` when `directory` is not a finished checkpoint."""
+    if not (directory / _MARKER).exists():
+        raise UsageError(f"{directory}: not a finished checkpoint (no {_MARKER} file)")
+    return TrainerState(**json.loads((directory / _STATE).read_text()))
+
+
+def newest(root: Path) -> Path | None:
+    """The newest finished checkpoint; half-written ones are passed over."""
+    finished = sorted(marker.parent for marker in root.glob(f"step-*/{_MARKER}"))
+    return finished[-1] if finished else None
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the newest `keep`. The marker goes first, so a cut removal does not count either."""
+    for marker in sorted(root.glob(f"step-*/{_MARKER}"))[:-keep]:
+        marker.unlink()
+        shutil.rmtree(marker.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
