@@ -1,0 +1,148 @@
+"""How one unit follows the published versions: fetch and stage beside generation, commit when told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from services import metrics, wire
+from services.errors import StreamRLError
+from services.pb import streamrl_pb2 as pb
+from services.transport.base import Receiver, fetch
+from services.transport.manifest import Manifest
+from services.transport.packing import check
+from services.unit.engines.base import Engine
+
+log = logging.getLogger(__name__)
+
+_Key = tuple[int, str]
+
+
+class WeightFollower:
+    """Reports every step as a `UnitWeights` message. A version that fails leaves the unit on the one it has."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        receivers: Mapping[str, Receiver],
+        report: Callable[[pb.UnitWeights], None],
+        deadline_s: float,
+        max_bytes: int,
+    ) -> None:
+        """`deadline_s` bounds a commit, and a fetch whose `Stage` names none; `max_bytes` bounds a body."""
+        self._engine = engine
+        self._receivers = receivers
+        self._report = report
+        self._deadline_s = deadline_s
+        self._max_bytes = max_bytes
+        self._newest: _Key = (-1, "")
+        self._fetching: asyncio.Task[memoryview] | None = None
+        self._staging: set[asyncio.Task[None]] = set()
+        self._engine_turn = asyncio.Lock()
+        self.committed = -1
+        self.state = pb.UnitWeights(version=-1, state=pb.UnitWeights.NONE)
+
+    def stage(self, message: pb.Stage) -> None:
+        """Begin to fetch a version in the background, instead of any other that is on its way."""
+        manifest = wire.manifest(message.manifest)
+        if self._is_here(manifest):
+            self._report(self.state)
+            return
+        if self._fetching is not None:
+            self._fetching.cancel()
+        self._newest = (manifest.version, manifest.transfer_id)
+        self._set(pb.UnitWeights(version=manifest.version, state=pb.UnitWeights.STAGING, stage_started_at=time.time()))
+        task = asyncio.create_task(self._stage(manifest, message))
+        self._staging.add(task)
+        task.add_done_callback(self._staging.discard)
+
+    async def commit(self, version: int) -> None:
+        """Swap a staged version in. Ends when the engine did, so that what is submitted next starts with it."""
+        if version == self.committed and self.state.state == pb.UnitWeights.COMMITTED:
+            self._report(self.state)
+            return
+        try:
+            pause_s = await asyncio.wait_for(self._engine.commit(version), self._deadline_s)
+        except asyncio.TimeoutError:
+            self._fail(version, f"weights v{version}: the engine did not commit within {self._deadline_s:g} s")
+        except StreamRLError as error:
+            self._fail(version, str(error))
+        else:
+            self.committed = version
+            metrics.UNIT_VERSION.set(version)
+            metrics.UNIT_COMMIT_SECONDS.observe(pause_s)
+            committed = pb.UnitWeights()
+            if self.state.version == version:
+                committed.CopyFrom(self.state)
+            committed.version = version
+            committed.state = pb.UnitWeights.COMMITTED
+            committed.error = ""
+            committed.committed_at = time.time()
+            committed.commit_pause_s = pause_s
+            self._set(committed)
+
+    async def close(self) -> None:
+        if self._fetching is not None:
+            self._fetching.cancel()
+        for task in list(self._staging):
+            task.cancel()
+        await asyncio.gather(*self._staging, return_exceptions=True)
+
+    def _is_here(self, manifest: Manifest) -> bool:
+        """Staged, committed or on its way already: the head says it again after a reconnect."""
+        return not self._superseded(manifest) and self.state.state in (
+            pb.UnitWeights.STAGING,
+            pb.UnitWeights.STAGED,
+            pb.UnitWeights.COMMITTED,
+        )
+
+    async def _stage(self, manifest: Manifest, message: pb.Stage) -> None:
+        began = time.monotonic()
+        try:
+            await self._fetch_and_stage(manifest, message)
+        except asyncio.CancelledError:
+            if not self._superseded(manifest):
+                raise
+        except StreamRLError as error:
+            if not self._superseded(manifest):
+                self._fail(manifest.version, str(error))
+            return
+        except Exception as error:
+            log.exception("weights v%d: staging failed", manifest.version)
+            if not self._superseded(manifest):
+                self._fail(manifest.version, f"weights v{manifest.version}: {type(error).__name__}: {error}")
+            return
+        if self._superseded(manifest):
+            log.info("weights v%d: dropped, v%d came instead", manifest.version, self._newest[0])
+            return
+        metrics.UNIT_STAGE_SECONDS.observe(time.monotonic() - began)
+        staged = pb.UnitWeights()
+        staged.CopyFrom(self.state)
+        staged.state = pb.UnitWeights.STAGED
+        staged.staged_at = time.time()
+        self._set(staged)
+
+    async def _fetch_and_stage(self, manifest: Manifest, message: pb.Stage) -> None:
+        if self._superseded(manifest):
+            return
+        check(manifest, message.manifest.total_bytes, message.manifest.digest, self._max_bytes)
+        deadline_s = message.deadline_s or self._deadline_s
+        self._fetching = asyncio.create_task(fetch(manifest, self._receivers, deadline_s))
+        body = await self._fetching
+        async with self._engine_turn:  # an engine stages one version at a time, the newest last
+            if not self._superseded(manifest):
+                await self._engine.stage(manifest, body)
+
+    def _superseded(self, manifest: Manifest) -> bool:
+        return self._newest != (manifest.version, manifest.transfer_id)
+
+    def _fail(self, version: int, error: str) -> None:
+        log.error("%s", error)
+        metrics.UNIT_WEIGHTS_FAILED.inc()
+        self._set(pb.UnitWeights(version=version, state=pb.UnitWeights.FAILED, error=error))
+
+    def _set(self, state: pb.UnitWeights) -> None:
+        self.state = state
+        self._report(state)
