@@ -44,6 +44,16 @@ def read(directory: Path) -> TrainerState:
     return TrainerState(**json.loads((directory / _STATE).read_text()))
 
 
+def export_model(directory: Path, target: Path) -> None:
+    """Copy what `from_pretrained` needs out of a checkpoint."""
+    partial = target.with_name(f".{target.name}.partial")
+    for path in (partial, target):
+        if path.exists():
+            shutil.rmtree(path)
+    shutil.copytree(directory, partial, ignore=shutil.ignore_patterns("optimizer.*", _STATE, _MARKER))
+    partial.rename(target)
+
+
 def newest(root: Path) -> Path | None:
     """The newest finished checkpoint; half-written ones are passed over."""
     finished = sorted(marker.parent for marker in root.glob(f"step-*/{_MARKER}"))

@@ -87,8 +87,9 @@ class TrainLoop:
             self._evaluate_now()
         except Stopped:
             pass  # all ranks agreed; what was finished is saved below
-        self._checkpoint()
-        self._p.learner.save_model(self._p.run_dir / "model")
+        directory = self._checkpoint()
+        if self._p.exchange.rank == 0:
+            checkpoint.export_model(directory, self._p.run_dir / "model")
         finished = self._iteration == self._config.pipeline.iterations
         self._report.finish(iterations=self._iteration, finished=finished)
         self._p.records.flush()
@@ -195,7 +196,7 @@ class TrainLoop:
     def _on_evaluation(self, result: EvalResult) -> None:
         self._report.evaluation(self._iteration, result)
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self) -> Path:
         """Everything that must move together, the marker last. Collective."""
         start = time.time()
         root = self._p.run_dir / "checkpoints"
@@ -208,6 +209,7 @@ class TrainLoop:
             checkpoint.finish(directory, checkpoint.TrainerState(self._iteration, loader, self._config.run.seed))
             checkpoint.prune(root, self._config.checkpoint.keep)
         self._lane(f"trainer/{self._p.exchange.rank}")("checkpoint", start, time.time())
+        return directory
 
     def _sample_span(self, sample: Sample) -> None:
         self._p.records.span(
