@@ -19,6 +19,7 @@ class JsonLines:
     def read(self) -> list[dict[str, Any]]:
         try:
             with self._path.open("rb") as file:
+                self._offset = min(self._offset, file.seek(0, 2))  # a resumed run cuts off what it does again
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:

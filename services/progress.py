@@ -70,7 +70,7 @@ class PlainView:
             self.note(f"evaluation of version {row.get('version')}: accuracy {_percent(row.get('accuracy'))}")
         elif row.get("kind") == "iteration" and self._due(row):
             cells = "  ".join(f"{title} {show(row)}" for title, show in _COLUMNS[1:])
-            self.note(f"iteration {row.get('iteration')}/{row.get('iterations')}  {cells}")
+            self.note(f"iteration {_done(row)}/{row.get('iterations')}  {cells}")
 
     def services(self, states: Sequence[tuple[str, str]]) -> None:
         return
@@ -81,8 +81,8 @@ class PlainView:
 
     @staticmethod
     def _due(row: Row) -> bool:
-        iteration, iterations = int(row.get("iteration") or 0), int(row.get("iterations") or 0)
-        return iteration in (1, iterations) or iteration % max(1, iterations // _PLAIN_LINES) == 0
+        done, iterations = _done(row), int(row.get("iterations") or 0)
+        return done in (1, iterations) or done % max(1, iterations // _PLAIN_LINES) == 0
 
 
 class LiveView:
@@ -123,7 +123,7 @@ class LiveView:
             self._accuracy.append((row.get("version"), row.get("accuracy")))
         elif row.get("kind") == "iteration":
             self._rows.append(row)
-            self._bar.update(self._run_task, completed=row.get("iteration"), total=row.get("iterations"), visible=True)
+            self._bar.update(self._run_task, completed=_done(row), total=row.get("iterations"), visible=True)
 
     def services(self, states: Sequence[tuple[str, str]]) -> None:
         self._states = tuple(states)
@@ -149,6 +149,11 @@ class LiveView:
         return Group(*parts)
 
 
+def _done(row: Row) -> int:
+    """Finished iterations; rows count from 0."""
+    return int(row.get("iteration") or 0) + 1
+
+
 def _number(key: str, form: str) -> Callable[[Row], str]:
     def show(row: Row) -> str:
         value = row.get(key)
@@ -162,7 +167,7 @@ def _percent(value: Any) -> str:
 
 
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("iteration", _number("iteration", "d")),
+    ("iteration", lambda row: str(_done(row))),
     ("version", _number("version", "d")),
     ("reward", _number("reward", ".3f")),
     ("samples/s", _number("samples_per_s", ".1f")),

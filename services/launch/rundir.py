@@ -44,6 +44,7 @@ class RunDir:
         except OSError as error:
             raise UsageError(f"{path}: cannot be used as a run directory: {error.strerror}") from None
         run.ended.unlink(missing_ok=True)
+        run.error.unlink(missing_ok=True)
         return run
 
     @property
