@@ -57,7 +57,7 @@ def build_model(init: ModelInit, tokenizer: Any, seed: int) -> Any:
     ).float()
 
 
-def encode_examples(examples: Sequence[tuple[str, str]], tokenizer: Any, max_positions: int) -> list[Example]:
+def encode_examples(examples: Sequence[tuple[str, str]], tokenizer: Any, init: ModelInit) -> list[Example]:
     """Raises `ConfigError` naming the example that has unknown characters or is too long."""
     encoded = []
     for index, (prompt, completion) in enumerate(examples):
@@ -68,10 +68,10 @@ def encode_examples(examples: Sequence[tuple[str, str]], tokenizer: Any, max_pos
                 f"warmup.examples: example {index} has characters that are not in model.init.alphabet: "
                 f"{prompt + completion!r}"
             )
-        if len(tokens) > max_positions:
+        if len(tokens) > init.max_positions:
             raise ConfigError(
                 f"warmup.examples: example {index} has {len(tokens)} tokens, over model.init.max_positions = "
-                f"{max_positions}"
+                f"{init.max_positions}"
             )
         encoded.append((tokens, len(start)))
     return encoded
