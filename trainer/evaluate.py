@@ -77,7 +77,7 @@ class Evaluator:
         on_result: Callable[[EvalResult], None],
     ) -> None:
         self._prompts = prompts
-        self._sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+        self._sampling = sampling
         self._exchange = exchange
         self._open_stream = open_stream
         self._stop = stop

@@ -82,6 +82,7 @@ class Rank:
             held_out=data.held_out,
             loader=data.loader,
             sampling=data.sampling,
+            eval_sampling=data.eval_sampling,
             run_dir=run_dir,
             stop=stop,
         )

@@ -47,6 +47,7 @@ class Parts:
     held_out: PromptSet | None
     loader: Loader
     sampling: SamplingParams
+    eval_sampling: SamplingParams
     run_dir: Path
     stop: threading.Event
 
@@ -67,7 +68,7 @@ class TrainLoop:
         if parts.held_out is not None:
             self._evaluator = Evaluator(
                 parts.held_out,
-                parts.sampling,
+                parts.eval_sampling,
                 parts.exchange,
                 self._open,
                 stop=parts.stop,
