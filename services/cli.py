@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -199,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what goes wrong is said by our own errors
     sys.exit(_run(given, debug))
 
 

@@ -39,7 +39,7 @@ def serve_head(config: Config, host: str, port: int, ready_file: Path | None) ->
             metrics=join_address(config.metrics.host, metrics_port),
         )
 
-    _serve("head", lambda stop: serve(config, host, port, announce, stop))
+    _serve("head", lambda stop, _why: serve(config, host, port, announce, stop))
 
 
 def serve_unit(config: Config, head_address: str, unit_id: str | None, ready_file: Path | None) -> None:
@@ -54,7 +54,7 @@ def serve_unit(config: Config, head_address: str, unit_id: str | None, ready_fil
         config.metrics.host, serve_metrics(config.metrics.host, 0, f"{unit_id} metrics", config.security.tls)
     )
     _announce(ready_file, address=unit_id, port=0, metrics=metrics)
-    agent = UnitAgent(config, make_engine(config), head_address, unit_id, credentials)
+    agent = UnitAgent(config, make_engine(config), head_address, unit_id, credentials, metrics)
     _serve(unit_id, agent.run)
 
 
@@ -73,7 +73,8 @@ def _announce(ready_file: Path | None, *, address: str, port: int, metrics: str)
         partial.replace(ready_file)
 
 
-def _serve(role: str, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+def _serve(role: str, work: Callable[[asyncio.Event, Callable[[], str]], Awaitable[None]]) -> None:
+    """Run `work` until a signal sets its event; the second argument tells it why it ended."""
     received: list[signal.Signals] = []
 
     async def until_stopped() -> None:
@@ -89,7 +90,7 @@ def _serve(role: str, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
 
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, on_signal, sig)
-        await work(stop)
+        await work(stop, lambda: processes.why_ended(received[0] if received else None))
 
     asyncio.run(until_stopped())
     if not received:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 
 import grpc
 import typer
@@ -65,8 +66,8 @@ def render(reply: pb.StatusReply, address: str, now: float) -> RenderableType:
     """Tables of units and streams; `now` in Unix seconds."""
     version = str(reply.version) if reply.version >= 0 else "none yet"
     head = Text(
-        f"head {address}   up {max(0.0, now - reply.started_at):.0f} s   newest weights: {version}   "
-        f"dispatch: {reply.dispatch}   samples in flight: {sum(unit.assigned for unit in reply.units)}"
+        f"head {address}, up {max(0.0, now - reply.started_at):.0f} s; newest weights: {version}; "
+        f"samples in flight: {sum(unit.assigned for unit in reply.units)}; dispatch: {reply.dispatch}\n"
     )
     return Group(head, _units(reply), _streams(reply))
 
@@ -74,32 +75,39 @@ def render(reply: pb.StatusReply, address: str, now: float) -> RenderableType:
 def _units(reply: pb.StatusReply) -> RenderableType:
     if not reply.units:
         return Text("no unit is attached", style="yellow")
-    table = Table(title="DP units", title_justify="left")
-    for title in ("unit", "engine", "host", "weights", "state"):
-        table.add_column(title)
-    for title in ("slots", "assigned", "running", "waiting", "tokens/s", "finished", "silent for"):
-        table.add_column(title, justify="right")
+    table = _table(
+        "DP units", ("unit", "engine", "host", "weights"), ("running", "waiting", "tokens/s", "finished", "silent")
+    )
     for unit in reply.units:
         beat = unit.heartbeat
-        state = _WEIGHT_STATES.get(unit.weights.state, "?")
+        state = f"{_version(unit.version)} {_WEIGHT_STATES.get(unit.weights.state, '?')}"
         if unit.weights.error:
             state += f": {unit.weights.error}"
         table.add_row(
-            *(unit.unit_id, unit.engine, unit.host, str(unit.version), state, str(unit.slots), str(unit.assigned)),
-            *(str(beat.running), str(beat.waiting), f"{beat.tokens_per_s:.0f}", str(unit.finished)),
-            f"{unit.heartbeat_age_s:.1f} s",
+            *(unit.unit_id, unit.engine, unit.host, state, f"{beat.running} of {unit.slots}", str(beat.waiting)),
+            *(f"{beat.tokens_per_s:.0f}", str(unit.finished), f"{unit.heartbeat_age_s:.1f} s"),
         )
+    return table
+
+
+def _version(number: int) -> str:
+    return f"v{number}" if number >= 0 else "-"
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False)
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
 def _streams(reply: pb.StatusReply) -> RenderableType:
     if not reply.streams:
         return Text("no samples are asked for")
-    table = Table(title="Streams", title_justify="left")
-    for title in ("run", "stream", "trainer"):
-        table.add_column(title)
-    for title in ("queued", "running", "delivered", "acknowledged", "failed", "min version"):
-        table.add_column(title, justify="right")
+    columns = ("queued", "running", "delivered", "acknowledged", "failed", "needs")
+    table = _table("Streams", ("run", "stream", "trainer"), columns)
     for stream in reply.streams:
         counts = (
             stream.queued,
@@ -110,5 +118,5 @@ def _streams(reply: pb.StatusReply) -> RenderableType:
             stream.min_version,
         )
         trainer = "connected" if stream.connected else "away"
-        table.add_row(stream.run_id, stream.stream, trainer, *(str(count) for count in counts))
+        table.add_row(stream.run_id, stream.stream, trainer, *map(str, counts), _version(stream.min_version))
     return table

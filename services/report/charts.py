@@ -68,8 +68,8 @@ _TIMELINE_CAPTION = (
     "nobody works there. Grey lines are iteration boundaries."
 )
 _STAGES_CAPTION = (
-    "Areas: how the trainer spent each iteration. Generation (first prompt to last sample) and publishing run beside it "
-    "where the pipeline overlaps them."
+    "Areas: how the trainer spent each iteration. Generation (first prompt to last sample) and publishing run beside "
+    "it where the pipeline overlaps them."
 )
 _EXACTNESS_CAPTION = (
     "Largest difference between the engine's and the trainer's log-probability of a token, and how many versions the "
