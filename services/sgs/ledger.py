@@ -146,7 +146,7 @@ class Ledger(Generic[Payload]):
         for prompt in request.prompts:
             if prompt.prompt_id in rank.prompts:
                 continue
-            rank.prompts.add(prompt.prompt_id)
+            rank.prompts[prompt.prompt_id] = prompt
             self._arrivals += 1
             group = QueuedGroup(prompt.prompt_id, [], prompt.tokens, request.max_tokens, prompt.work, self._arrivals)
             for k in range(request.n):
@@ -178,6 +178,7 @@ class Ledger(Generic[Payload]):
         """The rank's stream broke. An older connection of a rank that is back changes nothing."""
         if rank.connection == connection and rank.connected:
             rank.connected, rank.lost_at = False, now
+            self._forget_if_settled(rank)
 
     def end(self, rank: RankRecord[Payload]) -> None:
         """The rank's stream ended after its last sample; what is not acknowledged stays."""
@@ -223,6 +224,11 @@ class Ledger(Generic[Payload]):
             self._orders.add_forget(entry.unit_id, [entry.id])
         entry.result = None
         del self._entries[entry.id]
+
+    def give_up(self, stream: str, reason: str) -> None:
+        """Drop a stream that cannot be served; its ranks are told `reason`."""
+        for rank in list(self.streams[stream].ranks.values()):
+            self._drop(rank, reason)
 
     def _forget_if_settled(self, rank: RankRecord[Payload]) -> None:
         if rank.settled:
@@ -405,6 +411,7 @@ class Ledger(Generic[Payload]):
             self._backlogs[entry.owner.stream].discard(entry.id.prompt_id, entry.id.k, entry.avoid)
         entry.state = State.FAILED
         entry.failure = SampleFailure(entry.id, code, message, entry.unit_id)
+        self._orders.failures.append(entry.failure)
         entry.owner.failed += 1
         entry.owner.ready.append(entry)
         self._orders.add_wake(entry.owner)
@@ -420,9 +427,10 @@ class Ledger(Generic[Payload]):
             and (stream.arrived >= stream.total_prompts or now >= stream.first_at + self._window_s)
         ]
 
-    def queued(self, stream: str | None = None) -> int:
-        if stream is not None:
-            return self._backlogs[stream].samples
+    def queued(self, stream: str) -> int:
+        return self._backlogs[stream].samples
+
+    def all_queued(self) -> int:
         return sum(backlog.samples for backlog in self._backlogs.values())
 
     def running(self) -> int:

@@ -43,16 +43,20 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class PromptInfo:
-    """`tokens` is the prompt's length; `work` the estimated tokens of one of its samples."""
+    """`tokens` is the prompt's length, `work` the estimated tokens of one sample, `body` what units are sent."""
 
     prompt_id: str
     tokens: int
     work: float
+    body: object = None
 
 
 @dataclass(frozen=True)
 class Request:
-    """One rank's share of a stream. `deadline_s` is for one attempt; `have` lists what the rank already holds."""
+    """One rank's share of a stream.
+
+    `deadline_s` is for one attempt; `have` lists what the rank already holds; `body` is what units are sent.
+    """
 
     session: SessionKey
     stream: str
@@ -64,6 +68,7 @@ class Request:
     min_version: int
     deadline_s: float
     have: tuple[SampleId, ...] = ()
+    body: object = None
 
 
 @dataclass(eq=False, slots=True)
@@ -118,7 +123,7 @@ class RankRecord(Generic[Payload]):
     dropped: str = ""
     unsent: int = 0
     failed: int = 0
-    prompts: set[str] = field(default_factory=set)
+    prompts: dict[str, PromptInfo] = field(default_factory=dict)
     entries: dict[SampleId, Entry[Payload]] = field(default_factory=dict)
     acknowledged: set[SampleId] = field(default_factory=set)
     ready: deque[Entry[Payload]] = field(default_factory=deque)
@@ -131,7 +136,9 @@ class RankRecord(Generic[Payload]):
     @property
     def settled(self) -> bool:
         """Nothing is left that the rank could still ask for."""
-        return self.ended and all(entry.state is State.FAILED for entry in self.entries.values())
+        if self.connected:
+            return False
+        return not self.entries or (self.ended and all(e.state is State.FAILED for e in self.entries.values()))
 
 
 @dataclass
@@ -152,11 +159,15 @@ class StreamRecord(Generic[Payload]):
 
 @dataclass
 class Orders(Generic[Payload]):
-    """What the ledger wants done: ids per unit to cancel or forget, and the ranks that have something to read."""
+    """What the ledger wants done: ids per unit to cancel or forget, ranks that have something to read.
+
+    `failures` are the samples that were given up meanwhile.
+    """
 
     cancel: dict[str, list[SampleId]] = field(default_factory=dict)
     forget: dict[str, list[SampleId]] = field(default_factory=dict)
     wake: dict[int, RankRecord[Payload]] = field(default_factory=dict)
+    failures: list[SampleFailure] = field(default_factory=list)
 
     def add_cancel(self, unit_id: str, ids: Iterable[SampleId]) -> None:
         self.cancel.setdefault(unit_id, []).extend(ids)
