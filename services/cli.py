@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -95,17 +96,19 @@ def unit(
     config: ConfigPath,
     sgs: HeadAddress,
     unit_id: Annotated[Optional[str], typer.Option("--id", help="name of this unit; default host-pid")] = None,  # noqa: UP045
+    model: Annotated[Optional[Path], typer.Option(help="model directory, in place of the configuration's")] = None,  # noqa: UP045
     ready_file: ReadyFile = None,
     set_: Overrides = None,
 ) -> None:
     """Serve one DP unit: an engine that takes its work from the head. Start as many as there are devices.
 
-    Example: streamrl unit run.yaml --sgs 127.0.0.1:7070 --set model.path=/models/warm
+    Example: streamrl unit run.yaml --sgs 127.0.0.1:7070 --model /models/warm
     """
     from services.commands.serve import serve_unit
     from services.config import load_config
 
-    serve_unit(load_config(config, set_ or []), _address(sgs), unit_id, ready_file)
+    given = [f"model={json.dumps({'path': str(model)})}", "warmup=null"] if model else []
+    serve_unit(load_config(config, [*given, *(set_ or [])]), _address(sgs), unit_id, ready_file)
 
 
 @app.command()
@@ -136,7 +139,7 @@ def trainer(
 def prepare(config: ConfigPath, set_: Overrides = None) -> None:
     """Make the warmed-up model (or find it in the cache) and print its directory.
 
-    Units on other hosts are then given it: streamrl unit run.yaml --sgs HOST:PORT --set model.path=DIR
+    Units on other hosts are then given it: streamrl unit run.yaml --sgs HOST:PORT --model DIR
 
     Example: streamrl prepare deploy/configs/quickstart.yaml
     """

@@ -202,10 +202,16 @@ def _token_senders(token: str | None) -> list[grpc.aio.ClientInterceptor]:
         async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
             return await continuation(signed(client_call_details), request)
 
+    class StreamUnary(grpc.aio.StreamUnaryClientInterceptor):
+        async def intercept_stream_unary(
+            self, continuation: Any, client_call_details: Any, request_iterator: Any
+        ) -> Any:
+            return await continuation(signed(client_call_details), request_iterator)
+
     class StreamStream(grpc.aio.StreamStreamClientInterceptor):
         async def intercept_stream_stream(
             self, continuation: Any, client_call_details: Any, request_iterator: Any
         ) -> Any:
             return await continuation(signed(client_call_details), request_iterator)
 
-    return [UnaryUnary(), UnaryStream(), StreamStream()]
+    return [UnaryUnary(), UnaryStream(), StreamUnary(), StreamStream()]

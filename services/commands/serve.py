@@ -16,7 +16,7 @@ import typer
 
 from services import logs, processes
 from services.config import Config
-from services.errors import EXIT_FAILED
+from services.errors import EXIT_FAILED, ConfigError
 from services.metrics import serve_metrics
 from services.rpc import Credentials, join_address
 
@@ -47,6 +47,8 @@ def serve_unit(config: Config, head_address: str, unit_id: str | None, ready_fil
     from services.unit.agent import UnitAgent
     from services.unit.engines.factory import make_engine
 
+    if config.engine.kind != "emulated" and config.model.path is None:
+        raise ConfigError("model.path: a unit loads a model; make one with `streamrl prepare` and give it with --model")
     unit_id = unit_id or f"{socket.gethostname()}-{os.getpid()}"
     _begin(unit_id)
     credentials = Credentials.read(config.security)
