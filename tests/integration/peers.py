@@ -46,7 +46,7 @@ async def running_head(config: Config) -> AsyncIterator[tuple[HeadServer, str]]:
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what another process or task brings about; fails when it does not."""
     end = asyncio.get_running_loop().time() + DEADLINE_S
-    while not condition():  # noqa: ASYNC110 (the condition has no event)
+    while not condition():
         assert asyncio.get_running_loop().time() < end, "it did not come about"
         await asyncio.sleep(0.005)
 
@@ -140,7 +140,7 @@ class ScriptedUnit:
         ]
         await self.send(finished=pb.Finished(run_id=run_id, session=session, failures=failures))
 
-    async def weights(self, version: int, state: int, error: str = "") -> None:
+    async def weights(self, version: int, state: pb.UnitWeights.State, error: str = "") -> None:
         await self.send(weights=pb.UnitWeights(version=version, state=state, error=error))
 
     async def close(self) -> None:
@@ -225,7 +225,7 @@ class ScriptedRank:
             timeout=DEADLINE_S,
         )
 
-    async def publish(self, version: int, commit: int = pb.COMMIT_POLICY_BOUNDARY) -> int:
+    async def publish(self, version: int, commit: pb.CommitPolicy = pb.COMMIT_POLICY_BOUNDARY) -> int:
         manifest = pb.WeightManifest(version=version, transfer_id=f"t{self.session}-{version}", total_bytes=4)
         reply = await self.stub.PublishWeights(
             pb.PublishRequest(
