@@ -57,7 +57,6 @@ class UnitAgent:
         self._outbox = Outbox(credentials.max_message_bytes - _ENVELOPE_BYTES)
         self._reports: deque[pb.UnitWeights] = deque()
         self._wake = asyncio.Event()
-        self._heartbeat_due = 0.0
         self._leaving = ""
         self._welcomed = False
         self._known = False
@@ -77,6 +76,7 @@ class UnitAgent:
         """
         self._why = why
         capacity = await self._engine.start()
+        self._engine.failed.add_done_callback(lambda _failed: self._wake.set())
         try:
             await self._keep_attached(capacity, stop)
         finally:
@@ -93,7 +93,8 @@ class UnitAgent:
                 return
             except HeadLostError as error:
                 reason = str(error)
-            self._engine.stats()  # raises when the engine died meanwhile
+            if self._engine.failed.done():
+                raise self._engine.failed.result()
             if self._welcomed:
                 log.warning("head %s lost (%s); the engine goes on", self._address, reason)
                 lost_at, pause_s = loop.time(), _FIRST_PAUSE_S
@@ -148,9 +149,7 @@ class UnitAgent:
         log.info("attached to head %s as %s", self._address, self._unit_id)
         self._welcomed = self._known = True
         self._outbox.resend_all()
-        self._reports.clear()
-        if self._weights.state.state != pb.UnitWeights.NONE:
-            self._reports.append(self._weights.state)
+        self._reports.clear()  # the head says again what it wants staged
         return first.welcome.heartbeat_s or self._config.sgs.heartbeat_s
 
     async def _converse(self, link: HeadLink, heartbeat_s: float, stop: asyncio.Event) -> None:
@@ -183,23 +182,22 @@ class UnitAgent:
     async def _write(self, link: HeadLink, heartbeat_s: float) -> None:
         """Send whatever is ready, one message at a time, until this unit leaves."""
         loop = asyncio.get_running_loop()
-        self._heartbeat_due = loop.time()
+        heartbeat_due = loop.time()
         while not self._leaving:
             self._wake.clear()
-            if loop.time() >= self._heartbeat_due:
-                self._heartbeat_due = loop.time() + heartbeat_s
-                try:
-                    beat = self._heartbeat()
-                except EngineError as error:
-                    await link.send(pb.UnitEvent(leaving=pb.Leaving(reason=str(error))))
-                    raise
-                await link.send(pb.UnitEvent(heartbeat=beat))
+            if self._engine.failed.done():  # before any failure it caused: the head then gives all to other units
+                died = self._engine.failed.result()
+                await link.send(pb.UnitEvent(leaving=pb.Leaving(reason=str(died))))
+                raise died
+            if loop.time() >= heartbeat_due:
+                heartbeat_due = loop.time() + heartbeat_s
+                await link.send(pb.UnitEvent(heartbeat=self._heartbeat()))
             elif self._reports:
                 await link.send(pb.UnitEvent(weights=self._reports.popleft()))
             elif self._outbox.has_unsent:
                 await link.send(pb.UnitEvent(finished=self._finished()))
             else:
-                await _until(self._wake, self._heartbeat_due - loop.time())
+                await _until(self._wake, heartbeat_due - loop.time())
         await link.send(pb.UnitEvent(leaving=pb.Leaving(reason=self._leaving)))
 
     def _heartbeat(self) -> pb.Heartbeat:
@@ -289,7 +287,6 @@ class UnitAgent:
         log.error("%s", what)
         message = f"{what} (unit {self._unit_id})"
         self._outbox.put_failure(SampleFailure(sample_id, FailureCode.ENGINE, message, self._unit_id))
-        self._heartbeat_due = 0.0  # asks the engine whether it lives before the failure is sent
         self._wake.set()
 
     def _report(self, state: pb.UnitWeights) -> None:

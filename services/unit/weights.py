@@ -45,10 +45,16 @@ class WeightFollower:
         self.state = pb.UnitWeights(version=-1, state=pb.UnitWeights.NONE)
 
     def stage(self, message: pb.Stage) -> None:
-        """Begin to fetch a version in the background, instead of any other that is on its way."""
+        """Begin to fetch a version in the background, instead of any other that is on its way.
+
+        One that is here already is reported as staged, also when it is committed: a head that says it again, after a
+        reconnect, goes on to the commit.
+        """
         manifest = wire.manifest(message.manifest)
-        if self._is_here(manifest):
-            self._report(self.state)
+        if not self._superseded(manifest) and self.state.state == pb.UnitWeights.STAGING:
+            return
+        if not self._superseded(manifest) and self.state.state in (pb.UnitWeights.STAGED, pb.UnitWeights.COMMITTED):
+            self._report(_with(self.state, state=pb.UnitWeights.STAGED))
             return
         if self._fetching is not None:
             self._fetching.cancel()
@@ -73,15 +79,8 @@ class WeightFollower:
             self.committed = version
             metrics.UNIT_VERSION.set(version)
             metrics.UNIT_COMMIT_SECONDS.observe(pause_s)
-            committed = pb.UnitWeights()
-            if self.state.version == version:
-                committed.CopyFrom(self.state)
-            committed.version = version
-            committed.state = pb.UnitWeights.COMMITTED
-            committed.error = ""
-            committed.committed_at = time.time()
-            committed.commit_pause_s = pause_s
-            self._set(committed)
+            about = self.state if self.state.version == version else pb.UnitWeights(version=version)
+            self._set(_with(about, state=pb.UnitWeights.COMMITTED, committed_at=time.time(), commit_pause_s=pause_s))
 
     async def close(self) -> None:
         if self._fetching is not None:
@@ -89,14 +88,6 @@ class WeightFollower:
         for task in list(self._staging):
             task.cancel()
         await asyncio.gather(*self._staging, return_exceptions=True)
-
-    def _is_here(self, manifest: Manifest) -> bool:
-        """Staged, committed or on its way already: the head says it again after a reconnect."""
-        return not self._superseded(manifest) and self.state.state in (
-            pb.UnitWeights.STAGING,
-            pb.UnitWeights.STAGED,
-            pb.UnitWeights.COMMITTED,
-        )
 
     async def _stage(self, manifest: Manifest, message: pb.Stage) -> None:
         began = time.monotonic()
@@ -118,11 +109,7 @@ class WeightFollower:
             log.info("weights v%d: dropped, v%d came instead", manifest.version, self._newest[0])
             return
         metrics.UNIT_STAGE_SECONDS.observe(time.monotonic() - began)
-        staged = pb.UnitWeights()
-        staged.CopyFrom(self.state)
-        staged.state = pb.UnitWeights.STAGED
-        staged.staged_at = time.time()
-        self._set(staged)
+        self._set(_with(self.state, state=pb.UnitWeights.STAGED, staged_at=time.time()))
 
     async def _fetch_and_stage(self, manifest: Manifest, message: pb.Stage) -> None:
         if self._superseded(manifest):
@@ -144,5 +131,15 @@ class WeightFollower:
         self._set(pb.UnitWeights(version=version, state=pb.UnitWeights.FAILED, error=error))
 
     def _set(self, state: pb.UnitWeights) -> None:
-        self.state = state
+        """Report, and remember what is about the newest version that was asked for."""
+        if state.version == self._newest[0]:
+            self.state = state
         self._report(state)
+
+
+def _with(base: pb.UnitWeights, **fields: object) -> pb.UnitWeights:
+    changed = pb.UnitWeights()
+    changed.CopyFrom(base)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed

@@ -28,7 +28,7 @@ TOKEN = dataclasses.replace(PLAIN, token="secret")
 WAIT_S = 30.0
 
 
-def config(slots=8, **sgs):
+def config(slots=8, step_s=0.005, **sgs):
     return Config.model_validate(
         {
             "model": {"path": "unused"},
@@ -40,7 +40,7 @@ def config(slots=8, **sgs):
                 "kind": "emulated",
                 "slots": slots,
                 "max_sequence_tokens": 128,
-                "emulated": {"ptl_base_s": 0.005, "lengths": "constant", "mean": 1000},
+                "emulated": {"ptl_base_s": step_s, "lengths": "constant", "mean": 1000},
             },
         }
     )
@@ -217,23 +217,21 @@ def test_a_token_authenticates_the_stream_and_a_wrong_one_ends_the_unit():
 def test_the_engine_goes_on_without_a_head_and_the_next_one_gets_everything_not_forgotten():
     async def work():
         head = await ScriptedHead().start()
-        unit = Unit(head.port)
+        unit = Unit(head.port, settings=config(step_s=0.03))
         stream = await head.attached()
         await stream.send(assign=assign(ks=[0, 1], max_tokens=2))
-        await stream.send(assign=assign("slow", ks=[0], max_tokens=30))
+        await stream.send(assign=assign("slow", ks=[0], max_tokens=10))
         await stream.send(assign=assign("slower", ks=[0], max_tokens=100))
         await stream.collect(2)
         await stream.send(forget=pb.Forget(ids=ids(ks=[0])))
         await stream.send(cancel=pb.Cancel(ids=ids("nobody")))
-        await asyncio.sleep(0.05)
+        await stream.next("heartbeat")
         await head.kill()
-        while unit.engine.stats().running > 1:
-            await asyncio.sleep(0.01)
         head = await ScriptedHead().start(head.port)
         stream = await head.attached()
         assert (stream.register.run_id, stream.register.session) == ("r", "s1")
         running = {wire.sample_id(message) for message in stream.register.running}
-        assert running == {SampleId("slower", 0)}
+        assert SampleId("slower", 0) in running <= {SampleId("slow", 0), SampleId("slower", 0)}
         samples = await stream.collect(3)
         assert samples.keys() == {SampleId("p", 1), SampleId("slow", 0), SampleId("slower", 0)}
         assert {len(copies) for copies in samples.values()} == {1}
@@ -259,7 +257,7 @@ def test_what_is_finished_already_is_sent_again_when_assigned_again():
 
 def test_a_version_is_fetched_beside_generation_and_a_commit_splits_the_spans():
     async def work():
-        async with pair() as (_head, _unit, stream):
+        async with pair(settings=config(step_s=0.02)) as (_head, _unit, stream):
             server, stage = await weights_at(4)
             await stream.send(stage=stage)
             staged = await stream.weights(pb.UnitWeights.STAGED)
@@ -342,6 +340,11 @@ def test_a_newer_version_takes_the_place_of_one_still_on_its_way():
             assert (await stream.weights(pb.UnitWeights.STAGED)).version == 2
             await stream.send(stage=stage)
             assert (await stream.weights(pb.UnitWeights.STAGED)).version == 2
+            for _ in range(2):
+                await stream.send(commit=pb.Commit(version=2))
+                assert (await stream.weights(pb.UnitWeights.COMMITTED)).version == 2
+            await stream.send(stage=stage)  # what a new head asks that does not know
+            assert (await stream.weights(pb.UnitWeights.STAGED)).version == 2
             await stream.send(commit=pb.Commit(version=2))
             assert (await stream.weights(pb.UnitWeights.COMMITTED)).version == 2
             await server.stop()
@@ -351,7 +354,7 @@ def test_a_newer_version_takes_the_place_of_one_still_on_its_way():
 
 def test_cancel_and_a_new_session_stop_what_runs():
     async def work():
-        async with pair(settings=config(slots=1)) as (_head, unit, stream):
+        async with pair(settings=config(slots=1, step_s=0.02)) as (_head, unit, stream):
             await stream.send(assign=assign("old", ks=[0, 1, 2], max_tokens=100))
             await stream.send(cancel=pb.Cancel(ids=ids("old", [0, 1])))
             await stream.send(assign=assign("new", max_tokens=3, session="s2"))
@@ -385,11 +388,11 @@ class DyingEngine(EmulatedEngine):
 
 def test_an_engine_that_dies_takes_the_unit_with_it_and_the_head_hears_why():
     async def work():
-        async with pair(engine=DyingEngine(config())) as (_head, unit, stream):
+        async with pair(engine=DyingEngine(config(step_s=0.02))) as (_head, unit, stream):
             await stream.send(assign=assign(max_tokens=50))
             await stream.next("heartbeat")
             unit.engine.break_now()
-            assert "the emulated engine died: division by zero" in (await stream.next("leaving")).reason
+            assert "the emulated engine died: ZeroDivisionError" in (await stream.next("leaving")).reason
             with pytest.raises(EngineError, match="the emulated engine died"):
                 await asyncio.wait_for(unit.task, WAIT_S)
             assert stream.samples == {}

@@ -121,7 +121,7 @@ def test_a_broken_stream_goes_on_at_its_offset_from_the_next_source():
 
 def serve_slowly(pipe, nbytes):
     """A server process that stalls in the middle of a body, to be killed there."""
-    manifest, body = weights(nbytes=nbytes)
+    _, body = weights(nbytes=nbytes)
 
     async def work():
         async def chunks(request, context):

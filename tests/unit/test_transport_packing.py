@@ -107,7 +107,7 @@ def test_an_unsound_manifest_is_refused_by_name(broken, says):
 
 def test_bounds_totals_and_the_senders_digest_are_held_against_the_manifest():
     manifest, _ = two_tensors()
-    with pytest.raises(WeightsError, match="v3: 88 bytes are more than weights.max_bytes"):
+    with pytest.raises(WeightsError, match=r"v3: 88 bytes are more than weights\.max_bytes"):
         checked(manifest, max_bytes=87)
     with pytest.raises(WeightsError, match="sender says 87"):
         checked(manifest, total=87)

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.errors import EngineError
 from services.samples import Sample, SampleId, SamplingParams
 from services.transport.manifest import Manifest
 
@@ -39,9 +40,13 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """All methods are called on one event loop and must not block it."""
+    """All methods are called on one event loop and must not block it.
+
+    `failed`, there after `start`, gets the error when the engine's own loop dies and nothing will finish any more.
+    """
 
     name: str
+    failed: asyncio.Future[EngineError]
 
     async def start(self) -> Capacity:
         """Load and allocate. Raises `ModelError` for a model that cannot be loaded."""
@@ -73,8 +78,6 @@ class Engine(Protocol):
         """
         ...
 
-    def stats(self) -> EngineStats:
-        """Raises `EngineError` when the engine's own loop has died and nothing will finish any more."""
-        ...
+    def stats(self) -> EngineStats: ...
 
     async def close(self) -> None: ...

@@ -23,6 +23,7 @@ class EmulatedEngine:
     """See `Engine`. A sample's length and content depend on its seed only; the length is cut at `max_tokens`."""
 
     name = "emulated"
+    failed: asyncio.Future[EngineError]
 
     def __init__(self, config: Config) -> None:
         """Raises `ConfigError` for a length trace that cannot be used."""
@@ -40,12 +41,12 @@ class EmulatedEngine:
         self._futures: dict[SampleId, asyncio.Future[Sample]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._staged: int | None = None
-        self._died: Exception | None = None
         self._rate_mark = (0.0, 0)
         self._tokens_per_s = 0.0
 
     async def start(self) -> Capacity:
         self._loop = asyncio.get_running_loop()
+        self.failed = self._loop.create_future()
         self._unix_offset = time.time() - self._loop.time()
         self._rate_mark = (self._loop.time(), 0)
         return self._capacity
@@ -102,7 +103,6 @@ class EmulatedEngine:
     def stats(self) -> EngineStats:
         self._tick()
         self._set_timer()
-        self._require_alive()
         now = self._loop.time()
         since, before = self._rate_mark
         if now - since >= _RATE_WINDOW_S:
@@ -129,14 +129,14 @@ class EmulatedEngine:
                 future = self._futures.pop(finished.job.id)
                 if not future.done():
                     future.set_result(self._sample(request, natural, finished))
-        except Exception as error:  # every waiting sample and `stats` report it
+        except Exception as error:  # every waiting sample and `failed` report it
             self._die(error)
 
     def _set_timer(self) -> None:
         """On absolute time, so that lateness of one wake-up does not add to the next."""
         if self._timer is not None:
             self._timer.cancel()
-        when = None if self._died else self._batch.next_event()
+        when = None if self.failed.done() else self._batch.next_event()
         self._timer = None if when is None else self._loop.call_at(when, self._on_timer)
 
     def _sample(self, request: SampleRequest, natural: int, finished: FinishedJob) -> Sample:
@@ -157,16 +157,18 @@ class EmulatedEngine:
         )
 
     def _require_alive(self) -> None:
-        if self._died is not None:
-            raise EngineError(f"the emulated engine died: {self._died}")
+        if self.failed.done():
+            raise self.failed.result()
 
     def _die(self, error: Exception) -> None:
-        self._died = error
-        for sample_id, future in self._futures.items():
+        died = EngineError(f"the emulated engine died: {type(error).__name__}: {error}")
+        for future in self._futures.values():
             if not future.done():
-                future.set_exception(EngineError(f"sample {sample_id}: the emulated engine died: {error}"))
+                future.set_exception(died)
         self._futures.clear()
         self._requests.clear()
+        if not self.failed.done():
+            self.failed.set_result(died)
 
 
 def _content(request: SampleRequest, length: int, stopped: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
