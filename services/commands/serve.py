@@ -68,11 +68,11 @@ def _begin(role: str) -> None:
 
 def _announce(ready_file: Path | None, *, address: str, port: int, metrics: str) -> None:
     line = json.dumps({"address": address, "port": port, "metrics": metrics, "pid": os.getpid()})
-    typer.echo(line)
     if ready_file is not None:
         partial = ready_file.with_name(f"{ready_file.name}.partial")
         partial.write_text(line + "\n")
         partial.replace(ready_file)
+    typer.echo(line)
 
 
 def _serve(role: str, work: Callable[[asyncio.Event, Callable[[], str]], Awaitable[None]]) -> None:

@@ -31,9 +31,9 @@ def run_all(config: Config, config_path: Path, overrides: Sequence[str], run: Ru
         with make_view(console) as view:
             view.note(f"run directory: {run.path}")
             config = _prepared(config, config_path, overrides, run, view, interrupts)
-            trainer = _trainer(run, config, None, single_host=True)
-            head = _head(run, config)
-            units = [_unit(run, config, f"unit-{index}") for index in range(config.sgs.units)]
+            trainer = trainer_service(run, config, None, single_host=True)
+            head = head_service(run, config)
+            units = [unit_service(run, config, f"unit-{index}") for index in range(config.sgs.units)]
             outcome = Supervisor(run, view, interrupts, trainer, head, units).supervise()
         conclude(run, console)
     return outcome
@@ -47,7 +47,9 @@ def run_trainer(config: Config, config_path: Path, overrides: Sequence[str], run
         with make_view(console) as view:
             view.note(f"run directory: {run.path}")
             config = _prepared(config, config_path, overrides, run, view, interrupts)
-            outcome = Supervisor(run, view, interrupts, _trainer(run, config, sgs, single_host=False)).supervise()
+            outcome = Supervisor(
+                run, view, interrupts, trainer_service(run, config, sgs, single_host=False)
+            ).supervise()
         conclude(run, console)
     return outcome
 
@@ -102,7 +104,7 @@ def _prepared(
     return config
 
 
-def _head(run: RunDir, config: Config) -> Service:
+def head_service(run: RunDir, config: Config) -> Service:
     ready = run.services / "head.json"
     ready.unlink(missing_ok=True)
     command = python_module("services.cli", "sgs", str(run.config), "--ready-file", str(ready))
@@ -115,7 +117,7 @@ def _head(run: RunDir, config: Config) -> Service:
     return Service(child, ready=ready.exists, arguments=same_port)
 
 
-def _unit(run: RunDir, config: Config, name: str) -> Service:
+def unit_service(run: RunDir, config: Config, name: str) -> Service:
     ready = run.services / f"{name}.json"
     ready.unlink(missing_ok=True)
     command = python_module("services.cli", "unit", str(run.config), "--id", name, "--ready-file", str(ready))
@@ -130,7 +132,7 @@ def _announced_head(run: RunDir) -> str:
     return str(announced["address"])
 
 
-def _trainer(run: RunDir, config: Config, sgs: str | None, single_host: bool) -> Service:
+def trainer_service(run: RunDir, config: Config, sgs: str | None, single_host: bool) -> Service:
     """torchrun with the trainer's ranks."""
     env = child_environment(run.path, config.trainer.threads)
     # torchrun and the ranks meet in files: a TCP store would listen on every address of the host.

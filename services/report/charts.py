@@ -103,6 +103,10 @@ def draw_all(data: RunData, plots: Path) -> list[Chart]:
 
 
 def _save(name: str, title: str, caption: str, figure: Figure, plots: Path) -> Chart:
+    layout = figure.get_layout_engine()
+    if layout is not None:  # once, not for each format
+        layout.execute(figure)
+        figure.set_layout_engine("none")
     figure.savefig(plots / f"{name}.png", dpi=130)
     text = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
