@@ -87,6 +87,31 @@ def test_ledger_forgets_a_stream_once_it_is_delivered_and_acknowledged() -> None
     assert again.all_sent and read(book, again) == []
 
 
+def test_ledger_sends_again_what_a_broken_stream_may_have_lost() -> None:
+    book = ledger()
+    rank = book.open(request(["a"]), 0.0)
+    plan(book, ["u"], 0.0)
+    book.finish("u", S1, [(one("a", 0), "x"), (one("a", 1), "y")], 1.0)
+    assert book.deliver(rank, len, 100).first == 2 and rank.all_sent
+    book.disconnect(rank, rank.connection, 1.0)
+    book.open(request(["a"], have=(one("a", 0),)), 2.0)
+    assert not rank.all_sent
+    delivery = book.deliver(rank, len, 100)
+    assert (delivery.results, delivery.first) == (["y"], 0) and rank.all_sent
+
+
+def test_ledger_keeps_an_acknowledged_stream_until_it_has_ended() -> None:
+    book = ledger()
+    rank = book.open(request(["a"], n=1), 0.0)
+    plan(book, ["u"], 0.0)
+    book.finish("u", S1, [(one("a"), "x")], 1.0)
+    read(book, rank)
+    book.acknowledge(S1, [one("a")])
+    assert book.streams
+    book.end(rank)
+    assert not book.streams
+
+
 def test_ledger_overdue_samples_move_on_and_then_fail() -> None:
     book = ledger(max_attempts=2)
     rank = book.open(request(["a"], n=1), 0.0)

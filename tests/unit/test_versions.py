@@ -153,12 +153,14 @@ def test_versions_reattached_and_late_units() -> None:
 def test_versions_a_commit_cut_off_by_a_lost_stream_is_not_assumed() -> None:
     book = fresh("u")
     book.publish(published(3))
+    committed(book, 3)
+    book.publish(published(3, S2))
     commands(book)
     say(book, 3, WeightState.STAGED)
-    commands(book)
+    assert commands(book) == [("u", COMMIT, 3)]
     book.detach("u")
     book.attach("u", 3, NOBODY)
-    assert book.usable("u", S1) == -1
+    assert book.usable("u", S1) == book.usable("u", S2) == -1
     assert commands(book) == [("u", STAGE, 3)]
 
 
