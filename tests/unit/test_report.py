@@ -171,3 +171,8 @@ def test_merged_bars_cover_what_they_stand_for(found: list[tuple[float, float]],
             continue
         low, high = max(start, window.start), min(end, window.end)
         assert any(bar_start <= low and high <= bar_end for bar_start, bar_end in bars)
+
+
+def test_a_gap_wider_than_the_resolution_stays_visible() -> None:
+    found = [(1.0, 2.0), (2.05, 3.0), (3.2, 4.0), (9.0, 9.0)]
+    assert merge(found, Window("", 0.0, 10.0), 0.1) == [(1.0, 3.0), (3.2, 4.0), (9.0, 9.1)]
