@@ -72,7 +72,7 @@ class Core:
         for row in range(self.batch.size):
             flight = self.batch.flights[row]
             if flight is not None and flight.ticket == ticket:
-                self._release(row, clear=True)
+                self._release(row)
 
     def commit(self, version: int, staged: dict[str, torch.Tensor]) -> None:
         """Swap the weights in; the next token of every sample in flight belongs to `version`."""
@@ -104,7 +104,9 @@ class Core:
             flight, finite = batch.flight(row), bool(drawn.finite[row])
             result = batch.sample(row, now) if finite else self._not_finite(row)
             outcomes.append(Outcome(flight.ticket, result))
-            self._release(row, clear=not finite)
+            self._release(row)
+        if not drawn.finite.all():
+            self._scrub()
         return outcomes
 
     def _not_finite(self, row: int) -> EngineError:
@@ -113,16 +115,23 @@ class Core:
             f"{self.batch.generated(row) - 1} with weights v{self.version}; look for a diverged training step"
         )
 
-    def _release(self, row: int, clear: bool) -> None:
+    def _release(self, row: int) -> None:
         self.batch.release(row)
         self._holes.append(row)
-        if clear:
-            self._forward.cache.clear(row)
+
+    def _scrub(self) -> None:
+        """Zero every row that is not in flight: a masked NaN would still spoil the row's next sample.
+
+        Called in the step that failed; an admitted sample is decoded in the same step, so no NaN outlives it.
+        """
+        for row in range(self._rows):
+            if self.batch.flights[row] is None:
+                self._forward.cache.clear(row)
 
     def _admit(self) -> None:
         """Give free rows to waiting samples, first come first served, and fill in their prompts."""
         batch = self.batch
-        free = sorted(self._holes, reverse=True) + list(range(batch.size, self._rows))
+        free = sorted(self._holes) + list(range(batch.size, self._rows))
         donors = {
             flight.request.id.prompt_id: row
             for row, flight in enumerate(batch.flights[: batch.size])
