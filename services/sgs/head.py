@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 
 Rank = RankRecord[pb.Sample]
 
+# A message costs far more than a sample in it: under load this long a pause makes batches, and an idle head answers
+# at once. Units' lookahead covers it.
+_STEP_EVERY_S = 0.005
+
 
 class UnitRefusedError(Exception):
     """A unit that cannot be used; the message tells it why."""
@@ -61,6 +65,7 @@ class Head:
         self._limits: dict[str, tuple[int, float]] = {}
         self._signals: dict[Rank, asyncio.Event] = {}
         self._scheduled = False
+        self._stepped_at = 0.0
         self._counted_duplicates = 0
 
     # ------------------------------------------------------------------ ranks
@@ -215,10 +220,11 @@ class Head:
     # ------------------------------------------------------------------ planning
 
     def schedule(self) -> None:
-        """Plan once what is being handled now is done."""
+        """Plan once what is being handled now is done, and not right after the last time."""
         if not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._step)
+            wait_s = self._stepped_at + _STEP_EVERY_S - self.clock()
+            asyncio.get_running_loop().call_later(max(wait_s, 0.0), self._step)
 
     def tick(self) -> None:
         """What only time brings: silent units, overdue samples, ranks that stayed away, streams nobody can serve."""
@@ -245,7 +251,7 @@ class Head:
 
     def _step(self) -> None:
         self._scheduled = False
-        now = self.clock()
+        now = self._stepped_at = self.clock()
         self._carry_out(self.ledger.take_orders())
         for command in self.versions.commands(now, lambda unit_id: self.ledger.load(unit_id).samples == 0):
             self._send_weights(self.units[command.unit_id], command.commit, command.version)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.samples import FailureCode, SampleFailure, SampleId
 from services.sgs.dispatch import UnitView, least_loaded, longest_first
@@ -248,6 +248,12 @@ class LedgerMachine(RuleBasedStateMachine):
         for unit, ids in orders.cancel.items():
             self.working.get(unit, set()).difference_update(ids)
 
+    @initialize()
+    def begin(self) -> None:
+        self.attach("u", False)
+        self.request(0, 2)
+        self.plan()
+
     @rule(rank=st.integers(0, 1), count=st.integers(1, 3))
     def request(self, rank: int, count: int) -> None:
         if rank in self.asked:
@@ -382,4 +388,4 @@ def _parse(payload: str) -> tuple[str, int]:
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
