@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from statistics import median, quantiles
 
 import pytest
@@ -7,55 +8,74 @@ import pytest
 from trainer.tasks.addition import examples, reward, rows
 
 
-def test_worked_examples_earn_the_reward() -> None:
-    for prompt, completion in examples(200, 0):
-        answer = sum(map(int, prompt[:-1].split("+")))
+def first_at_least_100(prompt: str) -> tuple[int, int]:
+    """The answer and how many additions it takes, one by one."""
+    value, step = map(int, prompt.rstrip(":").split("+"))
+    additions = 0
+    while value < 100:
+        value += step
+        additions += 1
+    return value, additions
+
+
+def test_worked_examples_are_right() -> None:
+    for prompt, completion in examples(300, 0):
+        answer, additions = first_at_least_100(prompt)
         assert reward(prompt, completion, answer) == 1.0
-        first, *_rest = completion.split(";")
-        assert first.split("=")[0] == "+".join(prompt[:-1].split("+")[:2])
-        assert completion.count(";") == prompt.count("+") - 1
+        start, step = map(int, prompt.rstrip(":").split("+"))
+        values = [start, *map(int, completion.split(";"))]
+        assert [b - a for a, b in pairwise(values)] == [step] * additions
+
+
+def test_rows_are_right() -> None:
+    for held_out in (False, True):
+        for row in rows(300, 0, held_out=held_out):
+            assert (row["answer"], row["additions"]) == first_at_least_100(row["prompt"])
+    assert max(row["additions"] for row in rows(300, 0, max_additions=5)) == 5
 
 
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [
-        ("17+8=25;25+93=118", 1.0),
-        ("118", 1.0),
-        ("17+8=26;26+93=118", 1.0),
-        ("17+8=25;25+93=119", 0.0),
-        ("17+8=25;25+93=118;118", 0.0),
-        ("=118=", 0.0),
-        ("118=25", 0.0),
-        (" 118", 0.0),
-        ("0118", 0.0),
+        ("89;96;103", 1.0),
+        ("103", 1.0),
+        ("88;97;103", 1.0),
+        ("89;96;103;110", 0.0),
+        ("89;96", 0.0),
+        ("89;96;103;", 0.0),
+        ("103;89", 0.0),
+        ("89;96;0103", 0.0),
+        ("89;96;1031", 0.0),
+        ("89:103", 0.0),
         ("", 0.0),
     ],
 )
-def test_only_the_final_answer_counts(completion: str, expected: float) -> None:
-    assert reward("17+8+93=", completion, 118) == expected
+def test_only_the_last_number_counts(completion: str, expected: float) -> None:
+    assert reward("82+7:", completion, 103) == expected
 
 
 def test_rows_repeat_with_the_seed() -> None:
     assert rows(50, 1) == rows(50, 1)
     assert rows(50, 1) != rows(50, 2)
     assert rows(20, 1) == rows(50, 1)[:20]
-    assert all(row["answer"] == eval(row["prompt"][:-1]) for row in rows(50, 1))
 
 
 def test_held_out_prompts_are_in_no_training_set() -> None:
     held_out = {row["prompt"] for seed in range(3) for row in rows(1000, seed, held_out=True)}
     trained = {row["prompt"] for seed in range(3) for row in rows(3000, seed)}
     warmed = {prompt for seed in range(3) for prompt, _ in examples(3000, seed)}
+    assert len(held_out) > 200
     assert not held_out & trained
     assert not held_out & warmed
 
 
 def test_output_lengths_are_long_tailed_and_follow_the_prompt() -> None:
-    lengths = [len(completion) for _, completion in examples(4000, 0)]
+    worked = examples(4000, 0)
+    lengths = [len(completion) for _, completion in worked]
     assert quantiles(lengths, n=10)[-1] >= 3 * median(lengths)
-    by_terms: dict[int, list[int]] = {}
-    for prompt, completion in examples(4000, 0):
-        by_terms.setdefault(prompt.count("+"), []).append(len(completion))
-    means = [sum(by_terms[terms]) / len(by_terms[terms]) for terms in sorted(by_terms)]
+    by_additions: dict[int, list[int]] = {}
+    for prompt, completion in worked:
+        by_additions.setdefault(first_at_least_100(prompt)[1], []).append(len(completion))
+    means = [sum(by_additions[k]) / len(by_additions[k]) for k in sorted(by_additions)]
     assert means == sorted(means)
-    assert len(means) == 9
+    assert sorted(by_additions) == list(range(1, 25))

@@ -1,50 +1,60 @@
-"""Sums of two to ten numbers, worked out in running sums: `17+8+93=` is answered `17+8=25;25+93=118`.
+"""Repeated addition: `82+7:` asks for the first number of at least 100, adding 7 to 82: `89;96;103`.
 
-The answer can be verified, and its length follows from the prompt: the number of terms k has the long-tailed
-distribution P(k) ~ 1 / (k - 1), so that most answers are short and a tenth is several times the median.
+The answer can be verified, and how long it is follows from the prompt: the number of additions k has the long-tailed
+distribution P(k) ~ 1/k, so that most answers are short and a tenth is several times as long as the median.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
+BOUND = 100
+MAX_STEP = 50
+MAX_ADDITIONS = 24
 HELD_OUT_ONE_IN = 10
 
 
 def examples(count: int, seed: int) -> list[tuple[str, str]]:
     """`count` worked examples (prompt, completion) for supervised warm-up; none of them is held out."""
-    stream = _problems(f"examples/{seed}", held_out=False, max_terms=10, max_value=99)
-    return [(_prompt(terms), _worked(terms)) for terms, _ in zip(stream, range(count), strict=False)]
+    problems = _problems(f"examples/{seed}", False, MAX_ADDITIONS)
+    return [(_prompt(*problem), ";".join(map(str, _sums(*problem)))) for problem in islice(problems, count)]
 
 
-def rows(
-    count: int, seed: int, held_out: bool = False, max_terms: int = 10, max_value: int = 99
-) -> list[dict[str, Any]]:
-    """`count` rows {"prompt", "answer", "terms"}; those with `held_out` share no prompt with those without."""
-    stream = _problems(f"rows/{seed}", held_out, max_terms, max_value)
-    return [
-        {"prompt": _prompt(terms), "answer": sum(terms), "terms": len(terms)}
-        for terms, _ in zip(stream, range(count), strict=False)
-    ]
+def rows(count: int, seed: int, held_out: bool = False, max_additions: int = MAX_ADDITIONS) -> list[dict[str, Any]]:
+    """`count` rows {"prompt", "answer", "additions"}; those with `held_out` share no prompt with those without.
+
+    Prompts repeat when `count` is large: there are some thousands of different ones.
+    """
+    made = []
+    for problem in islice(_problems(f"rows/{seed}", held_out, max_additions), count):
+        sums = _sums(*problem)
+        made.append({"prompt": _prompt(*problem), "answer": sums[-1], "additions": len(sums)})
+    return made
 
 
 def reward(prompt: str, completion: str, answer: int) -> float:
-    """1 when what follows the last `=` (or the whole completion) is the sum, else 0."""
-    return float(completion.rpartition("=")[2] == str(answer))
+    """1 when the last number, after the last `;`, is the answer, else 0."""
+    return float(completion.rpartition(";")[2] == str(answer))
 
 
-def _problems(seed: str, held_out: bool, max_terms: int, max_value: int) -> Iterator[list[int]]:
+def _problems(seed: str, held_out: bool, max_additions: int) -> Iterator[tuple[int, int]]:
+    by_additions: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for start in range(1, BOUND):
+        for step in range(1, MAX_STEP + 1):
+            additions = len(_sums(start, step))
+            if additions <= max_additions and _is_held_out(_prompt(start, step)) == held_out:
+                by_additions[additions].append((start, step))
+    counts = sorted(by_additions)
+    weights = [1 / additions for additions in counts]
     rng = random.Random(seed)
-    counts = range(2, max_terms + 1)
-    weights = [1 / (terms - 1) for terms in counts]
     while True:
-        (count,) = rng.choices(counts, weights)
-        terms = [rng.randint(1, max_value) for _ in range(count)]
-        if _is_held_out(_prompt(terms)) == held_out:
-            yield terms
+        (additions,) = rng.choices(counts, weights)
+        yield rng.choice(by_additions[additions])
 
 
 def _is_held_out(prompt: str) -> bool:
@@ -52,13 +62,10 @@ def _is_held_out(prompt: str) -> bool:
     return hashlib.blake2b(prompt.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
-def _prompt(terms: list[int]) -> str:
-    return "+".join(map(str, terms)) + "="
+def _prompt(start: int, step: int) -> str:
+    return f"{start}+{step}:"
 
 
-def _worked(terms: list[int]) -> str:
-    steps, total = [], terms[0]
-    for term in terms[1:]:
-        steps.append(f"{total}+{term}={total + term}")
-        total += term
-    return ";".join(steps)
+def _sums(start: int, step: int) -> list[int]:
+    """start + step, start + 2 step, .. up to the first that is at least `BOUND`."""
+    return list(range(start + step, BOUND + step, step))
