@@ -64,7 +64,7 @@ def run(
     from services.launch.run import check_addresses, run_all
     from services.launch.rundir import RunDir
 
-    named = [f"run.name={name}"] if name else []
+    named = [f"run.name={json.dumps(name)}"] if name else []
     overrides = [*(set_ or []), *named]
     loaded = load_config(config, overrides)
     check_addresses(loaded)

@@ -41,15 +41,20 @@ TRAINER_TRAIN_SECONDS = Histogram("streamrl_trainer_train_seconds", "Compute tim
 TRAINER_PUBLISH_SECONDS = Histogram("streamrl_trainer_publish_seconds", "From snapshot to all units staged")
 
 
+def require_safe_metrics(host: str, tls: TLSConfig | None, what: str) -> None:
+    """Raise `InsecureAddressError` for plain HTTP beyond loopback: `/metrics` knows no tokens."""
+    if tls is None and not is_loopback(host):
+        raise InsecureAddressError(
+            f"{what}: refusing plain HTTP on {host}: give security.tls, or metrics.host: 127.0.0.1"
+        )
+
+
 def serve_metrics(host: str, port: int, what: str, tls: TLSConfig | None = None) -> int:
     """Serve `/metrics` from a daemon thread, over HTTPS with `tls`; returns the bound port.
 
     Raises `PortBusyError`, `InsecureAddressError` (nothing but TLS protects it beyond loopback), or `ConfigError`.
     """
-    if tls is None and not is_loopback(host):
-        raise InsecureAddressError(
-            f"{what}: refusing plain HTTP on {host}: give security.tls, or metrics.host: 127.0.0.1"
-        )
+    require_safe_metrics(host, tls, what)
     try:
         if tls is None:
             server, _thread = start_http_server(port, addr=host)

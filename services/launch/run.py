@@ -16,6 +16,7 @@ from services.launch.child import Child, child_environment, python_module, read_
 from services.launch.prepare import prepare_model
 from services.launch.rundir import RunDir, with_model
 from services.launch.supervisor import Interrupts, Outcome, Service, Supervisor
+from services.metrics import require_safe_metrics
 from services.progress import View, make_view
 from services.rpc import Credentials, require_safe_address
 
@@ -59,6 +60,7 @@ def check_addresses(config: Config) -> None:
     credentials = Credentials.read(config.security)
     require_safe_address(config.sgs.host, credentials, "head (sgs.host)")
     require_safe_address(config.trainer.host, credentials, "trainer (trainer.host)")
+    require_safe_metrics(config.metrics.host, config.security.tls, "metrics (metrics.host)")
 
 
 def conclude(run: RunDir, console: Console) -> None:

@@ -120,6 +120,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(config: Path, tmp_path: Path) -
 def test_nothing_listens_beyond_loopback_without_a_token(config: Path) -> None:
     assert "without authentication" in refused("sgs", config, "--host", "0.0.0.0")
     assert "without authentication" in refused("run", config, "--set", "sgs.host=0.0.0.0")
+    assert "metrics.host" in refused("run", config, "--set", "metrics.host=0.0.0.0")
     assert "metrics" in refused("sgs", config, "--set", "metrics.host=0.0.0.0")
 
 
@@ -231,7 +232,11 @@ def test_a_service_ends_with_its_parent(config: Path, tmp_path: Path) -> None:
     finally:
         parent.kill()
         parent.wait()
-    wait_for(lambda: not is_alive(head))
+    try:
+        wait_for(lambda: not is_alive(head))
+    finally:
+        if is_alive(head):
+            os.kill(head, signal.SIGKILL)
     assert f"its parent (process {parent.pid}) died" in log.read_text()
 
 
