@@ -96,7 +96,7 @@ class Head:
         log.info("session %s began", session)
 
     def deliver(self, rank: Rank) -> Delivery[pb.Sample]:
-        delivery = self.ledger.deliver(rank, pb.Sample.ByteSize, self.batch_bytes)
+        delivery = rank.deliver(pb.Sample.ByteSize, self.batch_bytes)
         metrics.HEAD_DELIVERED.inc(delivery.first)
         return delivery
 

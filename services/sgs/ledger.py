@@ -16,7 +16,6 @@ from services.sgs.backlog import Key, StreamBacklog
 from services.sgs.dispatch import Assignment, QueuedGroup
 from services.sgs.placement import Load, Placement
 from services.sgs.records import (
-    Delivery,
     Entry,
     Held,
     InvalidRequestError,
@@ -435,28 +434,6 @@ class Ledger(Generic[Payload]):
 
     def running(self) -> int:
         return self._placed.running
-
-    def deliver(self, rank: RankRecord[Payload], size: Callable[[Payload], int], limit: int) -> Delivery[Payload]:
-        """What the rank's stream sends next: at least one ready sample, and no more than `limit` by `size`."""
-        delivery: Delivery[Payload] = Delivery([], [], rank.overdue, 0)
-        rank.overdue = []
-        total = first = 0
-        while rank.ready:
-            entry = rank.ready[0]
-            if entry.state is State.FINISHED and entry.result is not None:
-                total += size(entry.result)
-                if total > limit and delivery.results:
-                    break
-                delivery.results.append(entry.result)
-            elif entry.state is State.FAILED and entry.failure is not None:
-                delivery.failures.append(entry.failure)
-            rank.ready.popleft()
-            if entry.state is not State.ACKNOWLEDGED:
-                entry.sent = True
-                rank.unsent -= 1
-                first += entry.state is State.FINISHED and not entry.delivered
-                entry.delivered = True
-        return delivery._replace(first=first)
 
     def take_orders(self) -> Orders[Payload]:
         orders, self._orders = self._orders, Orders()

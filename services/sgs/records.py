@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
@@ -139,6 +139,28 @@ class RankRecord(Generic[Payload]):
         if self.connected:
             return False
         return not self.entries or (self.ended and all(e.state is State.FAILED for e in self.entries.values()))
+
+    def deliver(self, size: Callable[[Payload], int], limit: int) -> Delivery[Payload]:
+        """What the rank's stream sends next: at least one ready sample, and no more than `limit` by `size`."""
+        delivery: Delivery[Payload] = Delivery([], [], self.overdue, 0)
+        self.overdue = []
+        total = first = 0
+        while self.ready:
+            entry = self.ready[0]
+            if entry.state is State.FINISHED and entry.result is not None:
+                total += size(entry.result)
+                if total > limit and delivery.results:
+                    break
+                delivery.results.append(entry.result)
+            elif entry.state is State.FAILED and entry.failure is not None:
+                delivery.failures.append(entry.failure)
+            self.ready.popleft()
+            if entry.state is not State.ACKNOWLEDGED:
+                entry.sent = True
+                self.unsent -= 1
+                first += entry.state is State.FINISHED and not entry.delivered
+                entry.delivered = True
+        return delivery._replace(first=first)
 
 
 @dataclass

@@ -50,8 +50,8 @@ def plan(book: Ledger[str], units: list[str], now: float, slots: int = SLOTS) ->
     return [(entry.unit_id, entry.id) for entries in started for entry in entries]
 
 
-def read(book: Ledger[str], rank: RankRecord[str]) -> list[str]:
-    return book.deliver(rank, len, 10_000).results
+def read(rank: RankRecord[str]) -> list[str]:
+    return rank.deliver(len, 10_000).results
 
 
 def one(prompt: str, k: int = 0) -> SampleId:
@@ -69,7 +69,7 @@ def test_ledger_first_copy_wins_and_the_second_unit_forgets() -> None:
     book.finish("v", S1, [(one("a"), "from v")], 1.0)
     assert book.duplicates == 1
     assert book.take_orders().forget == {"v": [one("a")]}
-    assert read(book, rank) == ["from u"]
+    assert read(rank) == ["from u"]
     assert rank.all_sent
 
 
@@ -78,13 +78,13 @@ def test_ledger_forgets_a_stream_once_it_is_delivered_and_acknowledged() -> None
     rank = book.open(request(["a"], n=1), 0.0)
     plan(book, ["u"], 0.0)
     book.finish("u", S1, [(one("a"), "x")], 1.0)
-    read(book, rank)
+    read(rank)
     book.end(rank)
     assert book.streams
     book.acknowledge(S1, [one("a")])
     assert not book.streams and book.take_orders().forget == {"u": [one("a")]}
     again = book.open(request(["a"], n=1, have=(one("a"),)), 2.0)
-    assert again.all_sent and read(book, again) == []
+    assert again.all_sent and read(again) == []
 
 
 def test_ledger_sends_again_what_a_broken_stream_may_have_lost() -> None:
@@ -92,11 +92,11 @@ def test_ledger_sends_again_what_a_broken_stream_may_have_lost() -> None:
     rank = book.open(request(["a"]), 0.0)
     plan(book, ["u"], 0.0)
     book.finish("u", S1, [(one("a", 0), "x"), (one("a", 1), "y")], 1.0)
-    assert book.deliver(rank, len, 100).first == 2 and rank.all_sent
+    assert rank.deliver(len, 100).first == 2 and rank.all_sent
     book.disconnect(rank, rank.connection, 1.0)
     book.open(request(["a"], have=(one("a", 0),)), 2.0)
     assert not rank.all_sent
-    delivery = book.deliver(rank, len, 100)
+    delivery = rank.deliver(len, 100)
     assert (delivery.results, delivery.first) == (["y"], 0) and rank.all_sent
 
 
@@ -105,7 +105,7 @@ def test_ledger_keeps_an_acknowledged_stream_until_it_has_ended() -> None:
     rank = book.open(request(["a"], n=1), 0.0)
     plan(book, ["u"], 0.0)
     book.finish("u", S1, [(one("a"), "x")], 1.0)
-    read(book, rank)
+    read(rank)
     book.acknowledge(S1, [one("a")])
     assert book.streams
     book.end(rank)
@@ -122,7 +122,7 @@ def test_ledger_overdue_samples_move_on_and_then_fail() -> None:
     book.unit_lost("u")
     assert plan(book, ["v"], 6.0) == [("v", one("a"))]
     assert book.expired(11.0)[0].attempt == 3
-    delivery = book.deliver(rank, len, 100)
+    delivery = rank.deliver(len, 100)
     (failure,) = delivery.failures
     assert failure.code is FailureCode.DEADLINE and "a#0" in failure.message and "u, v" in failure.message
     assert len(delivery.overdue) == 1 and rank.all_sent
@@ -143,7 +143,7 @@ def test_ledger_retries_engine_failures_then_fails() -> None:
     for unit in ("u", "v"):
         assert plan(book, ["u", "v"], 0.0) == [(unit, one("a"))]
         book.unit_failed(unit, S1, [failure])
-    assert book.deliver(rank, len, 100).failures[0].message == "boom (attempts: 2, on u, v)"
+    assert rank.deliver(len, 100).failures[0].message == "boom (attempts: 2, on u, v)"
 
 
 def test_ledger_successor_adopts_claims_and_held_results() -> None:
@@ -152,7 +152,7 @@ def test_ledger_successor_adopts_claims_and_held_results() -> None:
     book.finish("u", S1, [(one("a", 1), "x")], 0.0)
     assert book.load("u").samples == 2
     rank = book.open(request(["a"], n=3), 1.0)
-    assert read(book, rank) == ["x"]
+    assert read(rank) == ["x"]
     assert plan(book, ["u", "v"], 1.0) == [("v", one("a", 2))]
     book.reap(10.0)
     assert book.take_orders().cancel == {"u": [one("zombie")]}
@@ -201,7 +201,7 @@ def test_ledger_samples_that_fit_nowhere_fail() -> None:
     book = ledger()
     rank = book.open(request(["a", "longer"], n=1), 0.0)
     book.fail_unfit(25)
-    (failure,) = book.deliver(rank, len, 100).failures
+    (failure,) = rank.deliver(len, 100).failures
     assert failure.code is FailureCode.DOES_NOT_FIT and failure.id == one("longer") and "25" in failure.message
     assert book.all_queued() == 1
 
@@ -220,9 +220,9 @@ def test_ledger_delivers_in_bounded_events() -> None:
     rank = book.open(request(["a"], n=3), 0.0)
     plan(book, ["u"], 0.0)
     book.finish("u", S1, [(one("a", k), "x" * 6) for k in range(3)], 0.0)
-    sizes = [len(book.deliver(rank, len, 12).results) for _ in range(3)]
+    sizes = [len(rank.deliver(len, 12).results) for _ in range(3)]
     assert sizes == [2, 1, 0]
-    assert [len(book.deliver(rank, len, 1).results) for _ in range(1)] == [0]
+    assert [len(rank.deliver(len, 1).results) for _ in range(1)] == [0]
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -279,7 +279,7 @@ class LedgerMachine(RuleBasedStateMachine):
         record = self.ranks.get(rank)
         if record is None or not record.connected:
             return
-        delivery = self.book.deliver(record, len, 3)
+        delivery = record.deliver(len, 3)
         if lost:
             self.book.disconnect(record, record.connection, self.now)
             return
