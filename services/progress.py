@@ -17,6 +17,7 @@ from rich.text import Text
 Row = dict[str, Any]
 _ROWS_SHOWN = 8
 _PLAIN_LINES = 50
+_PLAIN_PAUSE_S = 10.0
 
 
 class View(Protocol):
@@ -46,12 +47,13 @@ def make_view(console: Console) -> View:
 
 
 class PlainView:
-    """One line per event; about fifty iteration lines in all, however long the run."""
+    """One line per event; an iteration line for every fiftieth of the run, and at least every ten seconds."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.time) -> None:
         self._console = console
         self._clock = clock
         self._warmup_shown = -1
+        self._shown_at = clock()
 
     def __enter__(self) -> View:
         return self
@@ -69,6 +71,7 @@ class PlainView:
         if row.get("kind") == "eval":
             self.note(f"evaluation of version {row.get('version')}: accuracy {_percent(row.get('accuracy'))}")
         elif row.get("kind") == "iteration" and self._due(row):
+            self._shown_at = self._clock()
             cells = "  ".join(f"{title} {show(row)}" for title, show in _COLUMNS[1:])
             self.note(f"iteration {_done(row)}/{row.get('iterations')}  {cells}")
 
@@ -79,8 +82,9 @@ class PlainView:
         stamp = time.strftime("%H:%M:%S", time.localtime(self._clock()))
         self._console.print(f"{stamp} {text}", highlight=False, markup=False, soft_wrap=True)
 
-    @staticmethod
-    def _due(row: Row) -> bool:
+    def _due(self, row: Row) -> bool:
+        if self._clock() - self._shown_at >= _PLAIN_PAUSE_S:
+            return True
         done, iterations = _done(row), int(row.get("iterations") or 0)
         return done in (1, iterations) or done % max(1, iterations // _PLAIN_LINES) == 0
 
