@@ -53,6 +53,8 @@ def build_model(init: ModelInit, tokenizer: Any, seed: int) -> Any:
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
+            # Far above the usual 0.02: at this width attention would start out uniform, and stay so for long.
+            initializer_range=init.hidden_size**-0.5,
         )
     ).float()
 
