@@ -8,11 +8,12 @@ import pytest
 from trainer.tasks.addition import examples, reward, rows
 
 
-def first_at_least_100(prompt: str) -> tuple[int, int]:
+def next_hundred(prompt: str) -> tuple[int, int]:
     """The answer and how many additions it takes, one by one."""
     value, step = map(int, prompt.rstrip(":").split("+"))
     additions = 0
-    while value < 100:
+    hundred = value - value % 100 + 100
+    while value < hundred:
         value += step
         additions += 1
     return value, additions
@@ -20,7 +21,7 @@ def first_at_least_100(prompt: str) -> tuple[int, int]:
 
 def test_worked_examples_are_right() -> None:
     for prompt, completion in examples(300, 0):
-        answer, additions = first_at_least_100(prompt)
+        answer, additions = next_hundred(prompt)
         assert reward(prompt, completion, answer) == 1.0
         start, step = map(int, prompt.rstrip(":").split("+"))
         values = [start, *map(int, completion.split(";"))]
@@ -30,28 +31,28 @@ def test_worked_examples_are_right() -> None:
 def test_rows_are_right() -> None:
     for held_out in (False, True):
         for row in rows(300, 0, held_out=held_out):
-            assert (row["answer"], row["additions"]) == first_at_least_100(row["prompt"])
+            assert (row["answer"], row["additions"]) == next_hundred(row["prompt"])
     assert max(row["additions"] for row in rows(300, 0, max_additions=5)) == 5
 
 
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [
-        ("89;96;103", 1.0),
-        ("103", 1.0),
-        ("88;97;103", 1.0),
-        ("89;96;103;110", 0.0),
-        ("89;96", 0.0),
-        ("89;96;103;", 0.0),
-        ("103;89", 0.0),
-        ("89;96;0103", 0.0),
-        ("89;96;1031", 0.0),
-        ("89:103", 0.0),
+        ("489;496;503", 1.0),
+        ("503", 1.0),
+        ("488;497;503", 1.0),
+        ("489;496;503;510", 0.0),
+        ("489;496", 0.0),
+        ("489;496;503;", 0.0),
+        ("503;489", 0.0),
+        ("489;496;0503", 0.0),
+        ("489;496;5031", 0.0),
+        ("489:503", 0.0),
         ("", 0.0),
     ],
 )
 def test_only_the_last_number_counts(completion: str, expected: float) -> None:
-    assert reward("82+7:", completion, 103) == expected
+    assert reward("482+7:", completion, 503) == expected
 
 
 def test_rows_repeat_with_the_seed() -> None:
@@ -75,7 +76,7 @@ def test_output_lengths_are_long_tailed_and_follow_the_prompt() -> None:
     assert quantiles(lengths, n=10)[-1] >= 3 * median(lengths)
     by_additions: dict[int, list[int]] = {}
     for prompt, completion in worked:
-        by_additions.setdefault(first_at_least_100(prompt)[1], []).append(len(completion))
+        by_additions.setdefault(next_hundred(prompt)[1], []).append(len(completion))
     means = [sum(by_additions[k]) / len(by_additions[k]) for k in sorted(by_additions)]
     assert means == sorted(means)
-    assert sorted(by_additions) == list(range(1, 25))
+    assert sorted(by_additions) == list(range(1, 17))

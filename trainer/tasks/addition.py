@@ -1,7 +1,7 @@
-"""Repeated addition: `82+7:` asks for the first number of at least 100, adding 7 to 82: `89;96;103`.
+"""Repeated addition: `482+7:` asks to add 7 to 482 until a hundred is passed: `489;496;503`.
 
-The answer can be verified, and how long it is follows from the prompt: the number of additions k has the long-tailed
-distribution P(k) ~ 1/k, so that most answers are short and a tenth is several times as long as the median.
+The answer (the last number) can be verified, and how long it is follows from the prompt: the number of additions k has
+the long-tailed distribution P(k) ~ 1/k, so that most answers are short and a tenth is several times the median.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-BOUND = 100
-MAX_STEP = 9
-MAX_ADDITIONS = 24
-HELD_OUT_ONE_IN = 4
+STARTS = range(100, 900)
+STEPS = range(1, 10)
+MAX_ADDITIONS = 16
+HELD_OUT_ONE_IN = 8
 
 
 def examples(count: int, seed: int) -> list[tuple[str, str]]:
@@ -28,7 +28,7 @@ def examples(count: int, seed: int) -> list[tuple[str, str]]:
 def rows(count: int, seed: int, held_out: bool = False, max_additions: int = MAX_ADDITIONS) -> list[dict[str, Any]]:
     """`count` rows {"prompt", "answer", "additions"}; those with `held_out` share no prompt with those without.
 
-    Prompts repeat when `count` is large: there are about 750 different ones, a quarter of them held out.
+    Prompts repeat when `count` is large: there are about 5000 different ones, an eighth of them held out.
     """
     made = []
     for problem in islice(_problems(f"rows/{seed}", held_out, max_additions), count):
@@ -44,8 +44,8 @@ def reward(prompt: str, completion: str, answer: int) -> float:
 
 def _problems(seed: str, held_out: bool, max_additions: int) -> Iterator[tuple[int, int]]:
     by_additions: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for start in range(1, BOUND):
-        for step in range(1, MAX_STEP + 1):
+    for start in STARTS:
+        for step in STEPS:
             additions = len(_sums(start, step))
             if additions <= max_additions and _is_held_out(_prompt(start, step)) == held_out:
                 by_additions[additions].append((start, step))
@@ -67,5 +67,5 @@ def _prompt(start: int, step: int) -> str:
 
 
 def _sums(start: int, step: int) -> list[int]:
-    """start + step, start + 2 step, .. up to the first that is at least `BOUND`."""
-    return list(range(start + step, BOUND + step, step))
+    """start + step, start + 2 step, .. up to the first in the next hundred."""
+    return list(range(start + step, start - start % 100 + 100 + step, step))
