@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +59,6 @@ def write_config(tmp_path: Path, **sections: Any) -> Path:
 def run(config: Config) -> tuple[Path, list[dict[str, Any]]]:
     events: list[dict[str, Any]] = []
     return prepare(config, events.append), events
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_core() -> Iterator[None]:
-    """Warm-up takes every core it may; here it shares them."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    yield
-    os.sched_setaffinity(0, before)
 
 
 @pytest.fixture(scope="module")
