@@ -41,18 +41,20 @@ def test_rows_are_right() -> None:
         ("489;496;503", 1.0),
         ("503", 1.0),
         ("488;497;503", 1.0),
-        ("489;496;503;510", 0.0),
-        ("489;496", 0.0),
-        ("489;496;503;", 0.0),
+        ("489;496;503;510", 0.5),
+        ("489;496", 1 / 3),
+        ("489;496;503;", 0.5),
+        ("489;489;489;489", 1 / 6),
         ("503;489", 0.0),
-        ("489;496;0503", 0.0),
-        ("489;496;5031", 0.0),
+        ("496;489", 0.0),
+        ("489;496;0503", 1 / 3),
+        ("489;496;5031", 1 / 3),
         ("489:503", 0.0),
         ("", 0.0),
     ],
 )
-def test_only_the_last_number_counts(completion: str, expected: float) -> None:
-    assert reward("482+7:", completion, 503) == expected
+def test_the_last_number_counts_and_right_sums_before_it_a_little(completion: str, expected: float) -> None:
+    assert reward("482+7:", completion, 503) == pytest.approx(expected)
 
 
 def test_rows_repeat_with_the_seed() -> None:

@@ -10,13 +10,14 @@ import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 STARTS = range(100, 900)
 STEPS = range(1, 10)
 MAX_ADDITIONS = 16
 HELD_OUT_ONE_IN = 8
+PARTIAL_CREDIT = 0.5
 
 
 def examples(count: int, seed: int) -> list[tuple[str, str]]:
@@ -38,8 +39,18 @@ def rows(count: int, seed: int, held_out: bool = False, max_additions: int = MAX
 
 
 def reward(prompt: str, completion: str, answer: int) -> float:
-    """1 when the last number, after the last `;`, is the answer, else 0."""
-    return float(completion.rpartition(";")[2] == str(answer))
+    """1 when the last number, after the last `;`, is the answer; else half the fraction of sums right from the start.
+
+    The partial credit pays for right sums only, in their order, so that nothing but adding correctly raises it.
+    """
+    numbers = completion.split(";")
+    if numbers[-1] == str(answer):
+        return 1.0
+    start, _, step = prompt.rstrip(":").partition("+")
+    expected = list(map(str, _sums(int(start), int(step))))
+    pairs = zip(numbers, expected, strict=False)
+    right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return PARTIAL_CREDIT * right / len(expected)
 
 
 def _problems(seed: str, held_out: bool, max_additions: int) -> Iterator[tuple[int, int]]:
