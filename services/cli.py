@@ -116,11 +116,15 @@ def trainer(
     config: ConfigPath,
     sgs: HeadAddress,
     run_dir: Annotated[Optional[Path], typer.Option(help="run directory; default a new one below run.out")] = None,  # noqa: UP045
+    resume: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="auto|DIR", help="continue from a checkpoint; auto: the newest whole one of --run-dir"),
+    ] = None,
     set_: Overrides = None,
 ) -> None:
     """Run the trainer's ranks (torchrun) against a head that runs elsewhere.
 
-    Example: streamrl trainer run.yaml --sgs 127.0.0.1:7070 --run-dir runs/mine
+    Example: streamrl trainer run.yaml --sgs 127.0.0.1:7070 --run-dir runs/mine --resume auto
     """
     from services.config import load_config
     from services.launch.run import check_addresses, run_trainer
@@ -131,7 +135,7 @@ def trainer(
     address = _address(sgs)
     check_addresses(loaded)
     run = RunDir.open(run_dir) if run_dir else RunDir.create(loaded.run.out, loaded.run.name, time.time())
-    outcome = run_trainer(loaded, config, overrides, run, address)
+    outcome = run_trainer(loaded, config, overrides, run, address, resume)
     _finish(outcome.exit_code, outcome.message)
 
 

@@ -40,8 +40,10 @@ def run_all(config: Config, config_path: Path, overrides: Sequence[str], run: Ru
     return outcome
 
 
-def run_trainer(config: Config, config_path: Path, overrides: Sequence[str], run: RunDir, sgs: str) -> Outcome:
-    """Only the trainer's ranks, for a head that runs elsewhere."""
+def run_trainer(
+    config: Config, config_path: Path, overrides: Sequence[str], run: RunDir, sgs: str, resume: str | None
+) -> Outcome:
+    """Only the trainer's ranks, for a head that runs elsewhere; `resume` is "auto", a checkpoint directory or None."""
     processes.adopt_orphans()
     console = Console(stderr=True)
     with Interrupts() as interrupts:
@@ -49,7 +51,7 @@ def run_trainer(config: Config, config_path: Path, overrides: Sequence[str], run
             view.note(f"run directory: {run.path}")
             config = _prepared(config, config_path, overrides, run, view, interrupts)
             outcome = Supervisor(
-                run, view, interrupts, trainer_service(run, config, sgs, single_host=False)
+                run, view, interrupts, trainer_service(run, config, sgs, single_host=False, resume=resume)
             ).supervise()
         conclude(run, console)
     return outcome
@@ -134,7 +136,9 @@ def _announced_head(run: RunDir) -> str:
     return str(announced["address"])
 
 
-def trainer_service(run: RunDir, config: Config, sgs: str | None, single_host: bool) -> Service:
+def trainer_service(
+    run: RunDir, config: Config, sgs: str | None, single_host: bool, resume: str | None = None
+) -> Service:
     """torchrun with the trainer's ranks."""
     env = child_environment(run.path, config.trainer.threads)
     # torchrun and the ranks meet in files: a TCP store would listen on every address of the host.
@@ -150,6 +154,7 @@ def trainer_service(run: RunDir, config: Config, sgs: str | None, single_host: b
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(meeting), "--rdzv-conf", "store_type=file"),
         *("--rdzv-id", uuid.uuid4().hex, "--local-addr", "127.0.0.1"),
         *("-m", "trainer", str(run.config), "--run-dir", str(run.path)),
+        *(("--resume", resume) if resume else ()),
     ]
     child = Child("trainer", command, env, run.logs / "trainer.log")
     return Service(child, arguments=lambda: ("--sgs", sgs or _announced_head(run)))
