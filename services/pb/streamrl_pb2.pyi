@@ -280,7 +280,7 @@ class WeightStatusReply(_message.Message):
     def __init__(self, version: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitWeights, _Mapping]]] = ...) -> None: ...
 
 class UnitWeights(_message.Message):
-    __slots__ = ("unit_id", "version", "state", "error", "stage_started_at", "staged_at", "committed_at", "commit_pause_s")
+    __slots__ = ("unit_id", "version", "state", "error", "stage_started_at", "staged_at", "committed_at", "commit_pause_s", "transfer_id")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[UnitWeights.State]
@@ -301,6 +301,7 @@ class UnitWeights(_message.Message):
     STAGED_AT_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_AT_FIELD_NUMBER: _ClassVar[int]
     COMMIT_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     unit_id: str
     version: int
     state: UnitWeights.State
@@ -309,7 +310,8 @@ class UnitWeights(_message.Message):
     staged_at: float
     committed_at: float
     commit_pause_s: float
-    def __init__(self, unit_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[UnitWeights.State, str]] = ..., error: _Optional[str] = ..., stage_started_at: _Optional[float] = ..., staged_at: _Optional[float] = ..., committed_at: _Optional[float] = ..., commit_pause_s: _Optional[float] = ...) -> None: ...
+    transfer_id: str
+    def __init__(self, unit_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[UnitWeights.State, str]] = ..., error: _Optional[str] = ..., stage_started_at: _Optional[float] = ..., staged_at: _Optional[float] = ..., committed_at: _Optional[float] = ..., commit_pause_s: _Optional[float] = ..., transfer_id: _Optional[str] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("transfer_id", "version", "offset")
@@ -344,7 +346,7 @@ class UnitEvent(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., weights: _Optional[_Union[UnitWeights, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("unit_id", "engine", "slots", "kv_tokens", "max_sequence", "host", "datacenter", "version", "run_id", "session", "running", "metrics_address")
+    __slots__ = ("unit_id", "engine", "slots", "kv_tokens", "max_sequence", "host", "datacenter", "version", "run_id", "session", "running", "metrics_address", "transfer_id")
     UNIT_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -357,6 +359,7 @@ class Register(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     unit_id: str
     engine: str
     slots: int
@@ -369,7 +372,8 @@ class Register(_message.Message):
     session: str
     running: _containers.RepeatedCompositeFieldContainer[SampleId]
     metrics_address: str
-    def __init__(self, unit_id: _Optional[str] = ..., engine: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., max_sequence: _Optional[int] = ..., host: _Optional[str] = ..., datacenter: _Optional[str] = ..., version: _Optional[int] = ..., run_id: _Optional[str] = ..., session: _Optional[str] = ..., running: _Optional[_Iterable[_Union[SampleId, _Mapping]]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    transfer_id: str
+    def __init__(self, unit_id: _Optional[str] = ..., engine: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., max_sequence: _Optional[int] = ..., host: _Optional[str] = ..., datacenter: _Optional[str] = ..., version: _Optional[int] = ..., run_id: _Optional[str] = ..., session: _Optional[str] = ..., running: _Optional[_Iterable[_Union[SampleId, _Mapping]]] = ..., metrics_address: _Optional[str] = ..., transfer_id: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("run_id", "session", "samples", "failures")
@@ -470,10 +474,12 @@ class Stage(_message.Message):
     def __init__(self, manifest: _Optional[_Union[WeightManifest, _Mapping]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("version",)
+    __slots__ = ("version", "transfer_id")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
+    transfer_id: str
+    def __init__(self, version: _Optional[int] = ..., transfer_id: _Optional[str] = ...) -> None: ...
 
 class Refuse(_message.Message):
     __slots__ = ("reason",)

@@ -18,7 +18,7 @@ from services.sgs.dispatch import POLICIES, Assignment, UnitView
 from services.sgs.ledger import Ledger
 from services.sgs.records import Delivery, Orders, RankRecord, Request, SessionKey
 from services.sgs.unit_link import AssignBatch, UnitLink
-from services.sgs.versions import CommitPolicy, Published, Report, Tag, Versions, WeightState
+from services.sgs.versions import Command, CommitPolicy, Published, Report, Tag, Transfer, Versions, WeightState
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Head:
         session = SessionKey(register.run_id, register.session)
         link.send(pb.HeadCommand(welcome=pb.Welcome(heartbeat_s=self.config.heartbeat_s)))
         self.units[link.unit_id] = link
-        self.versions.attach(link.unit_id, register.version, session)
+        self.versions.attach(link.unit_id, Transfer(register.version, register.transfer_id), session)
         kept = self.ledger.claim(link.unit_id, session, map(wire.sample_id, register.running), now)
         self._notify_weights()
         log.info(
@@ -188,7 +188,7 @@ class Head:
         """Make a version current; returns the attached units. Raises what `Ledger.enter` raises."""
         if self.ledger.enter(session):
             self._session_began(session)
-        tag = Tag(session, manifest.version)
+        tag = Tag(session, Transfer(manifest.version, manifest.transfer_id))
         current = self.versions.published
         if current is not None and current.tag.session == session and current.tag.version > tag.version:
             log.info("weights v%d: ignored, v%d is out", tag.version, current.tag.version)
@@ -202,14 +202,14 @@ class Head:
 
     def _weights(self, link: UnitLink, message: pb.UnitWeights, now: float) -> None:
         report = Report(
-            message.version, WeightState(message.state), message.error,
+            Transfer(message.version, message.transfer_id), WeightState(message.state), message.error,
             message.stage_started_at, message.staged_at, message.committed_at, message.commit_pause_s,
         )  # fmt: skip
         tag = self.versions.report(link.unit_id, report, now)
         if tag is not None:
             log.info("unit %s committed v%d, paused %.3f s", link.unit_id, tag.version, report.commit_pause_s)
         elif report.state is WeightState.FAILED:
-            log.warning("unit %s: weights v%d failed: %s", link.unit_id, report.version, report.error)
+            log.warning("unit %s: weights v%d failed: %s", link.unit_id, message.version, report.error)
         self._notify_weights()
         self.schedule()
 
@@ -254,7 +254,7 @@ class Head:
         now = self._stepped_at = self.clock()
         self._carry_out(self.ledger.take_orders())
         for command in self.versions.commands(now, lambda unit_id: self.ledger.load(unit_id).samples == 0):
-            self._send_weights(self.units[command.unit_id], command.commit, command.version)
+            self._send_weights(self.units[command.unit_id], command)
         if self.units:
             self.ledger.fail_unfit(max([u.limit for u in self.units.values()] + [x for x, _ in self._limits.values()]))
         streams = self.ledger.plannable(now)
@@ -292,11 +292,12 @@ class Head:
         for batch in batches.values():
             batch.flush()
 
-    def _send_weights(self, link: UnitLink, commit: bool, version: int) -> None:
+    def _send_weights(self, link: UnitLink, command: Command) -> None:
         published = self.versions.published
         assert published is not None
-        if commit:
-            link.send(pb.HeadCommand(commit=pb.Commit(version=version)))
+        if command.commit:
+            version, transfer_id = command.transfer
+            link.send(pb.HeadCommand(commit=pb.Commit(version=version, transfer_id=transfer_id)))
         else:
             link.send(pb.HeadCommand(stage=pb.Stage(manifest=published.body, deadline_s=published.deadline_s)))
         self._notify_weights()

@@ -23,11 +23,12 @@ def unit_weights_pb(head: Head, unit_id: str) -> pb.UnitWeights:
     """About the published version; before there is one, about what the unit has."""
     unit = head.versions.units[unit_id]
     if head.versions.published is None:
-        version = unit.committed.version if unit.committed else -1
-        return pb.UnitWeights(unit_id=unit_id, version=version, state=pb.UnitWeights.NONE)
+        version, transfer_id = unit.committed.transfer if unit.committed else (-1, "")
+        return pb.UnitWeights(unit_id=unit_id, version=version, transfer_id=transfer_id, state=pb.UnitWeights.NONE)
     return pb.UnitWeights(
         unit_id=unit_id,
         version=head.versions.version,
+        transfer_id=head.versions.published.tag.transfer.id,
         state=pb.UnitWeights.State.Name(unit.state),
         error=unit.error,
         stage_started_at=unit.stage_started_at,

@@ -1,7 +1,8 @@
 """The version protocol of every unit: none -> staging -> staged -> committed, or failed and tried again. Pure.
 
-A version is known by its session and number: a trainer restarted from a checkpoint publishes lower numbers again.
-It counts as committed on a unit only after the unit's acknowledgement. Times are seconds on the caller's clock.
+A version is known by its session, number and transfer: a trainer restarted from a checkpoint publishes a number again
+with other bytes, and what a unit says of the old ones must not count for the new. It counts as committed on a unit only
+after the unit's acknowledgement. Times are seconds on the caller's clock.
 """
 
 from __future__ import annotations
@@ -37,9 +38,20 @@ class WeightState(IntEnum):
     FAILED = 4
 
 
+class Transfer(NamedTuple):
+    """Which bytes: the number and the manifest's id."""
+
+    version: int
+    id: str
+
+
 class Tag(NamedTuple):
     session: SessionKey
-    version: int
+    transfer: Transfer
+
+    @property
+    def version(self) -> int:
+        return self.transfer.version
 
 
 @dataclass(frozen=True)
@@ -69,9 +81,9 @@ class UnitVersions:
 
 
 class Report(NamedTuple):
-    """What a unit says of one version. Times are the unit's, Unix seconds."""
+    """What a unit says of one transfer. Times are the unit's, Unix seconds."""
 
-    version: int
+    transfer: Transfer
     state: WeightState
     error: str = ""
     stage_started_at: float = 0.0
@@ -81,11 +93,11 @@ class Report(NamedTuple):
 
 
 class Command(NamedTuple):
-    """Tell `unit_id` to stage or to commit `version`."""
+    """Tell `unit_id` to stage or to commit what is published."""
 
     unit_id: str
     commit: bool
-    version: int
+    transfer: Transfer
 
 
 class Versions(Generic[Body]):
@@ -118,13 +130,14 @@ class Versions(Generic[Body]):
         unit.state = WeightState.COMMITTED if done else WeightState.NONE
         unit.error, unit.attempts, unit.due = "", 0, 0.0
 
-    def attach(self, unit_id: str, version: int, session: SessionKey) -> None:
-        """A unit registered with `version` committed (-1: none), generated for `session`."""
+    def attach(self, unit_id: str, transfer: Transfer, session: SessionKey) -> None:
+        """A unit registered with `transfer` committed (version -1: none), generated for `session`."""
         unit = UnitVersions()
         remembered = self._remembered.pop(unit_id, None)
-        if version >= 0:
-            same = remembered is not None and remembered.version == version
-            unit.committed = remembered if same else Tag(session, version)
+        if transfer.version >= 0:
+            known = [self.published.tag] if self.published else []
+            known += [remembered] if remembered else []
+            unit.committed = next((tag for tag in known if tag.transfer == transfer), Tag(session, transfer))
         self._retarget(unit)
         self.units[unit_id] = unit
 
@@ -147,14 +160,14 @@ class Versions(Generic[Body]):
         return boundary and self.units[unit_id].committing is not None
 
     def report(self, unit_id: str, report: Report, now: float) -> Tag | None:
-        """Take a unit's word; what does not belong to the published version or a commit in flight is ignored.
+        """Take a unit's word; what is not about the published bytes or a commit in flight is ignored.
 
         Returns the tag that the unit has now committed, when this is an acknowledgement.
         """
         unit = self.units[unit_id]
-        if unit.committing is not None and report.version == unit.committing.version:
+        if unit.committing is not None and report.transfer == unit.committing.transfer:
             return self._after_commit(unit, report, now)
-        current = self.published is not None and report.version == self.published.tag.version
+        current = self.published is not None and report.transfer == self.published.tag.transfer
         if not current or unit.state is not WeightState.STAGING:
             return None
         if report.state is WeightState.STAGED:
@@ -188,24 +201,26 @@ class Versions(Generic[Body]):
         """What to tell units now; `idle` says whether a unit holds no samples. Each command is given once."""
         if self.published is None:
             return []
-        version, commands = self.published.tag.version, []
+        transfer, commands = self.published.tag.transfer, []
         for unit_id, unit in self.units.items():
             if unit.due and now >= unit.due and (unit.state is WeightState.STAGING or unit.committing is not None):
                 what = "commit" if unit.committing is not None else "stage"
                 unit.committing = None
-                self._failed(unit, f"no answer to {what} v{version} within {self.published.deadline_s:g} s", now)
+                self._failed(
+                    unit, f"no answer to {what} v{transfer.version} within {self.published.deadline_s:g} s", now
+                )
             elif unit.state is WeightState.NONE or (
                 unit.state is WeightState.FAILED and unit.attempts < MAX_ATTEMPTS and now >= unit.due
             ):
                 unit.state, unit.due = WeightState.STAGING, now + self.published.deadline_s + GRACE_S
-                commands.append(Command(unit_id, False, version))
+                commands.append(Command(unit_id, False, transfer))
             elif (
                 unit.state is WeightState.STAGED
                 and unit.committing is None
                 and (self.published.policy is CommitPolicy.IMMEDIATE or idle(unit_id))
             ):
                 unit.committing, unit.due = self.published.tag, now + self.published.deadline_s + GRACE_S
-                commands.append(Command(unit_id, True, version))
+                commands.append(Command(unit_id, True, transfer))
         return commands
 
     def given_up(self, unit_id: str) -> bool:

@@ -130,7 +130,8 @@ class UnitAgent:
                     max_sequence=capacity.max_sequence,
                     host=socket.gethostname(),
                     datacenter=self._config.engine.datacenter,
-                    version=self._weights.committed,
+                    version=self._weights.committed.version,
+                    transfer_id=self._weights.committed.transfer_id,
                     run_id=self._owner[0],
                     session=self._owner[1],
                     running=[wire.sample_id_pb(sample_id) for sample_id in self._running],
@@ -227,7 +228,7 @@ class UnitAgent:
         elif kind == "stage":
             self._weights.stage(command.stage)
         elif kind == "commit":
-            await self._weights.commit(command.commit.version)
+            await self._weights.commit(command.commit)
         elif kind == "refuse":
             raise GenerationError(f"head {self._address} sent unit {self._unit_id} away: {command.refuse.reason}")
         else:

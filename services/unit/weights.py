@@ -6,9 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from services import metrics, wire
-from services.errors import StreamRLError
+from services.errors import StreamRLError, WeightsError
 from services.pb import streamrl_pb2 as pb
 from services.transport.base import Receiver, fetch
 from services.transport.manifest import Manifest
@@ -17,7 +18,15 @@ from services.unit.engines.base import Engine
 
 log = logging.getLogger(__name__)
 
-_Key = tuple[int, str]
+
+class Version(NamedTuple):
+    """A number, and the transfer that brought it: another trainer may publish the number again with other bytes."""
+
+    version: int
+    transfer_id: str
+
+
+_NONE = Version(-1, "")
 
 
 class WeightFollower:
@@ -37,11 +46,12 @@ class WeightFollower:
         self._report = report
         self._deadline_s = deadline_s
         self._max_bytes = max_bytes
-        self._newest: _Key = (-1, "")
+        self._newest = _NONE
+        self._staged = _NONE
         self._fetching: asyncio.Task[memoryview] | None = None
         self._staging: set[asyncio.Task[None]] = set()
         self._engine_turn = asyncio.Lock()
-        self.committed = -1
+        self.committed = _NONE
         self.state = pb.UnitWeights(version=-1, state=pb.UnitWeights.NONE)
 
     def stage(self, message: pb.Stage) -> None:
@@ -58,29 +68,39 @@ class WeightFollower:
             return
         if self._fetching is not None:
             self._fetching.cancel()
-        self._newest = (manifest.version, manifest.transfer_id)
-        self._set(pb.UnitWeights(version=manifest.version, state=pb.UnitWeights.STAGING, stage_started_at=time.time()))
+        self._newest = _key(manifest)
+        self._set(_about(self._newest, state=pb.UnitWeights.STAGING, stage_started_at=time.time()))
         task = asyncio.create_task(self._stage(manifest, message))
         self._staging.add(task)
         task.add_done_callback(self._staging.discard)
 
-    async def commit(self, version: int) -> None:
+    async def commit(self, message: pb.Commit) -> None:
         """Swap a staged version in. Ends when the engine did, so that what is submitted next starts with it."""
-        if version == self.committed and self.state.state == pb.UnitWeights.COMMITTED:
+        wanted = Version(message.version, message.transfer_id)
+        if wanted == self.committed == self._newest and self.state.state == pb.UnitWeights.COMMITTED:
             self._report(self.state)
             return
+        what = f"weights v{wanted.version}"
         try:
-            pause_s = await asyncio.wait_for(self._engine.commit(version), self._deadline_s)
+            pause_s = await asyncio.wait_for(self._commit(wanted), self._deadline_s)
         except asyncio.TimeoutError:
-            self._fail(version, f"weights v{version}: the engine did not commit within {self._deadline_s:g} s")
+            self._fail(wanted, f"{what}: the engine did not commit within {self._deadline_s:g} s")
         except StreamRLError as error:
-            self._fail(version, str(error))
+            self._fail(wanted, str(error))
         else:
-            self.committed = version
-            metrics.UNIT_VERSION.set(version)
+            self.committed = wanted
+            metrics.UNIT_VERSION.set(wanted.version)
             metrics.UNIT_COMMIT_SECONDS.observe(pause_s)
-            about = self.state if self.state.version == version else pb.UnitWeights(version=version)
+            about = self.state if wanted == self._newest else _about(wanted)
             self._set(_with(about, state=pb.UnitWeights.COMMITTED, committed_at=time.time(), commit_pause_s=pause_s))
+
+    async def _commit(self, wanted: Version) -> float:
+        async with self._engine_turn:  # the engine knows versions by number only: no other may be staged meanwhile
+            if wanted != self._staged:
+                raise WeightsError(f"weights v{wanted.version} cannot be committed: not what is staged")
+            pause_s = await self._engine.commit(wanted.version)
+            self._staged = _NONE
+            return pause_s
 
     async def close(self) -> None:
         if self._fetching is not None:
@@ -98,15 +118,15 @@ class WeightFollower:
                 raise
         except StreamRLError as error:
             if not self._superseded(manifest):
-                self._fail(manifest.version, str(error))
+                self._fail(_key(manifest), str(error))
             return
         except Exception as error:
             log.exception("weights v%d: staging failed", manifest.version)
             if not self._superseded(manifest):
-                self._fail(manifest.version, f"weights v{manifest.version}: {type(error).__name__}: {error}")
+                self._fail(_key(manifest), f"weights v{manifest.version}: {type(error).__name__}: {error}")
             return
         if self._superseded(manifest):
-            log.info("weights v%d: dropped, v%d came instead", manifest.version, self._newest[0])
+            log.info("weights v%d: dropped, v%d came instead", manifest.version, self._newest.version)
             return
         metrics.UNIT_STAGE_SECONDS.observe(time.monotonic() - began)
         self._set(_with(self.state, state=pb.UnitWeights.STAGED, staged_at=time.time()))
@@ -120,21 +140,31 @@ class WeightFollower:
         body = await self._fetching
         async with self._engine_turn:  # an engine stages one version at a time, the newest last
             if not self._superseded(manifest):
+                self._staged = _NONE
                 await self._engine.stage(manifest, body)
+                self._staged = _key(manifest)
 
     def _superseded(self, manifest: Manifest) -> bool:
-        return self._newest != (manifest.version, manifest.transfer_id)
+        return self._newest != _key(manifest)
 
-    def _fail(self, version: int, error: str) -> None:
+    def _fail(self, version: Version, error: str) -> None:
         log.error("%s", error)
         metrics.UNIT_WEIGHTS_FAILED.inc()
-        self._set(pb.UnitWeights(version=version, state=pb.UnitWeights.FAILED, error=error))
+        self._set(_about(version, state=pb.UnitWeights.FAILED, error=error))
 
     def _set(self, state: pb.UnitWeights) -> None:
         """Report, and remember what is about the newest version that was asked for."""
-        if state.version == self._newest[0]:
+        if (state.version, state.transfer_id) == self._newest:
             self.state = state
         self._report(state)
+
+
+def _key(manifest: Manifest) -> Version:
+    return Version(manifest.version, manifest.transfer_id)
+
+
+def _about(version: Version, **fields: object) -> pb.UnitWeights:
+    return _with(pb.UnitWeights(version=version.version, transfer_id=version.transfer_id), **fields)
 
 
 def _with(base: pb.UnitWeights, **fields: object) -> pb.UnitWeights:

@@ -141,7 +141,9 @@ class ScriptedUnit:
         await self.send(finished=pb.Finished(run_id=run_id, session=session, failures=failures))
 
     async def weights(self, version: int, state: pb.UnitWeights.State, error: str = "") -> None:
-        await self.send(weights=pb.UnitWeights(version=version, state=state, error=error))
+        """About the newest transfer of `version` that this unit was told to stage."""
+        transfer_id = next((s.manifest.transfer_id for s in reversed(self.staged) if s.manifest.version == version), "")
+        await self.send(weights=pb.UnitWeights(version=version, transfer_id=transfer_id, state=state, error=error))
 
     async def close(self) -> None:
         """Break the stream, as a killed process would."""

@@ -159,9 +159,14 @@ def ids(prompt_id="p", ks=(0,)):
     return [pb.SampleId(prompt_id=prompt_id, k=k) for k in ks]
 
 
-async def weights_at(version, corrupt=False):
+def commit_of(stage):
+    return pb.Commit(version=stage.manifest.version, transfer_id=stage.manifest.transfer_id)
+
+
+async def weights_at(version, corrupt=False, transfer_id=None):
     values = np.random.default_rng(version).integers(0, 256, 100_000, dtype=np.uint8)
-    manifest, body = pack(version, f"t{version}-{time.monotonic_ns()}", [("w", "uint8", values.shape, values)])
+    transfer_id = transfer_id or f"t{version}-{time.monotonic_ns()}"
+    manifest, body = pack(version, transfer_id, [("w", "uint8", values.shape, values)])
     if corrupt:
         body[50_000] ^= 1
     server = GrpcWeightServer(PLAIN)
@@ -263,14 +268,14 @@ def test_a_version_is_fetched_beside_generation_and_a_commit_splits_the_spans():
             staged = await stream.weights(pb.UnitWeights.STAGED)
             assert staged.version == 4
             assert 0 < staged.stage_started_at <= staged.staged_at
-            await stream.send(commit=pb.Commit(version=4))
+            await stream.send(commit=commit_of(stage))
             committed = await stream.weights(pb.UnitWeights.COMMITTED)
             assert committed.committed_at >= committed.staged_at == staged.staged_at
             await stream.send(assign=assign(max_tokens=100))
             other, stage = await weights_at(5)
             await stream.send(stage=stage)
             await stream.weights(pb.UnitWeights.STAGED)
-            await stream.send(commit=pb.Commit(version=5))
+            await stream.send(commit=commit_of(stage))
             await stream.weights(pb.UnitWeights.COMMITTED)
             (sample,) = (await stream.collect(1))[SampleId("p", 0)]
             assert [span.version for span in sample.spans] == [4, 5]
@@ -288,14 +293,14 @@ def test_a_corrupt_version_fails_by_name_and_the_unit_stays_on_the_old_one():
             good, stage = await weights_at(1)
             await stream.send(stage=stage)
             await stream.weights(pb.UnitWeights.STAGED)
-            await stream.send(commit=pb.Commit(version=1))
+            await stream.send(commit=commit_of(stage))
             await stream.weights(pb.UnitWeights.COMMITTED)
             bad, corrupt = await weights_at(2, corrupt=True)
             await stream.send(stage=corrupt)
             failed = await stream.weights(pb.UnitWeights.FAILED)
             assert failed.version == 2
             assert "v2: digest of `w` does not match" in failed.error
-            await stream.send(commit=pb.Commit(version=2))
+            await stream.send(commit=commit_of(corrupt))
             failed = await stream.weights(pb.UnitWeights.FAILED)
             assert "v2 cannot be committed" in failed.error
             await stream.send(assign=assign())
@@ -312,6 +317,31 @@ def test_a_corrupt_version_fails_by_name_and_the_unit_stays_on_the_old_one():
             for server in (good, bad, retried):
                 await server.stop()
             await head_again.kill()
+
+    run(work())
+
+
+def test_one_number_from_two_trainers_is_two_versions():
+    async def work():
+        async with pair() as (_head, _unit, stream):
+            old, first = await weights_at(3, transfer_id="old")
+            new, second = await weights_at(3, transfer_id="new")
+            await stream.send(stage=first)
+            assert (await stream.weights(pb.UnitWeights.STAGED)).transfer_id == "old"
+            await stream.send(commit=commit_of(second))
+            refused = await stream.weights(pb.UnitWeights.FAILED)
+            assert refused.transfer_id == "new" and "not what is staged" in refused.error
+            await stream.send(commit=commit_of(first))
+            assert (await stream.weights(pb.UnitWeights.COMMITTED)).transfer_id == "old"
+            await stream.send(stage=second)
+            assert (await stream.weights(pb.UnitWeights.STAGED)).transfer_id == "new"
+            await stream.send(commit=commit_of(first))
+            refused = await stream.weights(pb.UnitWeights.FAILED)
+            assert refused.transfer_id == "old"
+            await stream.send(commit=commit_of(second))
+            assert (await stream.weights(pb.UnitWeights.COMMITTED)).transfer_id == "new"
+            for server in (old, new):
+                await server.stop()
 
     run(work())
 
@@ -341,11 +371,11 @@ def test_a_newer_version_takes_the_place_of_one_still_on_its_way():
             await stream.send(stage=stage)
             assert (await stream.weights(pb.UnitWeights.STAGED)).version == 2
             for _ in range(2):
-                await stream.send(commit=pb.Commit(version=2))
+                await stream.send(commit=commit_of(stage))
                 assert (await stream.weights(pb.UnitWeights.COMMITTED)).version == 2
             await stream.send(stage=stage)  # what a new head asks that does not know
             assert (await stream.weights(pb.UnitWeights.STAGED)).version == 2
-            await stream.send(commit=pb.Commit(version=2))
+            await stream.send(commit=commit_of(stage))
             assert (await stream.weights(pb.UnitWeights.COMMITTED)).version == 2
             await server.stop()
 

@@ -9,44 +9,62 @@ from hypothesis import strategies as st
 from services.sgs.records import SessionKey
 from services.sgs.versions import (
     MAX_ATTEMPTS,
-    Command,
     CommitPolicy,
     Published,
     Report,
     Tag,
+    Transfer,
     Versions,
     WeightState,
 )
 
 S1, S2 = SessionKey("run", "s1"), SessionKey("run", "s2")
 NOBODY = SessionKey("", "")
+NOTHING = Transfer(-1, "")
 STAGE, COMMIT = False, True
 
 
+def of(version: int, session: SessionKey = S1) -> Transfer:
+    return Transfer(version, f"{session}-{version}")
+
+
+def tag(version: int, session: SessionKey = S1) -> Tag:
+    return Tag(session, of(version, session))
+
+
 def published(version: int, session: SessionKey = S1, policy: CommitPolicy = CommitPolicy.BOUNDARY) -> Published[str]:
-    return Published(Tag(session, version), f"body {version}", policy, 60.0)
+    return Published(tag(version, session), f"body {version}", policy, 60.0)
 
 
 def fresh(*units: str) -> Versions[str]:
     book: Versions[str] = Versions()
     for unit in units:
-        book.attach(unit, -1, NOBODY)
+        book.attach(unit, NOTHING, NOBODY)
     return book
 
 
-def commands(book: Versions[str], now: float = 0.0, idle: bool = True) -> list[Command]:
-    return book.commands(now, lambda _unit: idle)
+def commands(book: Versions[str], now: float = 0.0, idle: bool = True) -> list[tuple[str, bool, int]]:
+    given = book.commands(now, lambda _unit: idle)
+    assert all(book.published and command.transfer == book.published.tag.transfer for command in given)
+    return [(command.unit_id, command.commit, command.transfer.version) for command in given]
 
 
-def say(book: Versions[str], version: int, state: WeightState, now: float = 0.0, error: str = "") -> Tag | None:
-    return book.report("u", Report(version, state, error), now)
+def say(
+    book: Versions[str],
+    version: int,
+    state: WeightState,
+    now: float = 0.0,
+    error: str = "",
+    session: SessionKey = S1,
+) -> Tag | None:
+    return book.report("u", Report(of(version, session), state, error), now)
 
 
-def committed(book: Versions[str], version: int) -> None:
+def committed(book: Versions[str], version: int, session: SessionKey = S1) -> None:
     commands(book)
-    say(book, version, WeightState.STAGED)
+    say(book, version, WeightState.STAGED, session=session)
     commands(book)
-    say(book, version, WeightState.COMMITTED)
+    say(book, version, WeightState.COMMITTED, session=session)
 
 
 def test_versions_count_only_after_the_acknowledgement() -> None:
@@ -58,7 +76,7 @@ def test_versions_count_only_after_the_acknowledgement() -> None:
     assert commands(book, idle=False) == [] and not book.pausing("u")
     assert commands(book) == [("u", COMMIT, 3)]
     assert book.pausing("u") and book.usable("u", S1) == -1
-    assert say(book, 3, WeightState.COMMITTED) == Tag(S1, 3)
+    assert say(book, 3, WeightState.COMMITTED) == tag(3)
     assert not book.pausing("u") and book.usable("u", S1) == 3 and book.usable("u", S2) == -1
     assert commands(book) == []
 
@@ -80,7 +98,7 @@ def test_versions_newer_publish_replaces_one_on_its_way() -> None:
     commands(book)
     book.publish(published(4))
     assert commands(book) == [("u", STAGE, 4)]
-    assert say(book, 3, WeightState.COMMITTED) == Tag(S1, 3)
+    assert say(book, 3, WeightState.COMMITTED) == tag(3)
     assert book.usable("u", S1) == 3 and book.units["u"].state is WeightState.STAGING
     say(book, 4, WeightState.STAGED)
     assert commands(book) == [("u", COMMIT, 4)]
@@ -125,8 +143,23 @@ def test_versions_new_session_with_the_same_number_stages_again() -> None:
     assert book.usable("u", S2) == -1
     assert say(book, 3, WeightState.COMMITTED) is None, "word about the older session's weights"
     assert book.usable("u", S2) == -1
-    committed(book, 3)
+    committed(book, 3, S2)
     assert book.usable("u", S2) == 3
+
+
+@pytest.mark.parametrize("old_word", [WeightState.STAGED, WeightState.COMMITTED, WeightState.FAILED])
+def test_versions_late_word_about_the_same_number_of_an_older_session_does_not_count(old_word: WeightState) -> None:
+    book = fresh("u")
+    book.publish(published(3))
+    commands(book)
+    book.publish(published(3, S2))
+    assert commands(book) == [("u", STAGE, 3)]
+    say(book, 3, old_word)
+    assert book.units["u"].state is WeightState.STAGING and commands(book) == []
+    say(book, 3, WeightState.STAGED, session=S2)
+    assert commands(book) == [("u", COMMIT, 3)]
+    assert say(book, 3, old_word) is None and book.pausing("u")
+    assert say(book, 3, WeightState.COMMITTED, session=S2) == tag(3, S2)
 
 
 def test_versions_of_a_gone_session_are_withdrawn() -> None:
@@ -139,14 +172,14 @@ def test_versions_of_a_gone_session_are_withdrawn() -> None:
 def test_versions_reattached_and_late_units() -> None:
     book = fresh()
     book.publish(published(3))
-    book.attach("late", -1, NOBODY)
-    book.attach("current", 3, S1)
-    book.attach("behind", 2, S1)
-    book.attach("foreign", 3, S2)
+    book.attach("late", NOTHING, NOBODY)
+    book.attach("current", of(3), S1)
+    book.attach("behind", of(2), S1)
+    book.attach("foreign", of(3, S2), S2)
     assert commands(book) == [("late", STAGE, 3), ("behind", STAGE, 3), ("foreign", STAGE, 3)]
     assert book.usable("behind", S1) == 2 and book.usable("foreign", S1) == -1
     book.detach("current")
-    book.attach("current", 3, NOBODY)
+    book.attach("current", of(3), NOBODY)
     assert book.usable("current", S1) == 3
 
 
@@ -156,10 +189,10 @@ def test_versions_a_commit_cut_off_by_a_lost_stream_is_not_assumed() -> None:
     committed(book, 3)
     book.publish(published(3, S2))
     commands(book)
-    say(book, 3, WeightState.STAGED)
+    say(book, 3, WeightState.STAGED, session=S2)
     assert commands(book) == [("u", COMMIT, 3)]
     book.detach("u")
-    book.attach("u", 3, NOBODY)
+    book.attach("u", of(3), NOBODY)
     assert book.usable("u", S1) == book.usable("u", S2) == -1
     assert commands(book) == [("u", STAGE, 3)]
 
@@ -168,7 +201,7 @@ def test_versions_reached_needs_a_unit_and_the_version() -> None:
     book = fresh()
     book.publish(published(3))
     assert not book.reached(3, WeightState.STAGED)
-    book.attach("u", -1, NOBODY)
+    book.attach("u", NOTHING, NOBODY)
     assert not book.reached(3, WeightState.STAGED)
     commands(book)
     say(book, 3, WeightState.STAGED)
@@ -180,7 +213,7 @@ words = st.sampled_from([WeightState.STAGING, WeightState.STAGED, WeightState.CO
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("publish"), st.integers(0, 3), st.sampled_from([S1, S2])),
-        st.tuples(st.just("say"), st.integers(0, 3), words),
+        st.tuples(st.just("say"), st.integers(0, 3), st.tuples(words, st.sampled_from([S1, S2]))),
         st.tuples(st.just("commands"), st.booleans(), st.just(None)),
     ),
     max_size=30,
@@ -196,13 +229,13 @@ def test_versions_never_commit_what_was_not_staged_for_it(script: list[tuple[str
             assert isinstance(more, SessionKey)
             book.publish(published(number, more))
         elif what == "say":
-            assert isinstance(more, WeightState)
-            tag = say(book, number, more, now)
-            assert tag is None or tag in told_to_commit
+            assert isinstance(more, tuple)
+            done = say(book, number, more[0], now, session=more[1])
+            assert done is None or done in told_to_commit
         else:
-            for command in commands(book, now, bool(number)):
-                assert book.published is not None and command.version == book.published.tag.version
-                if command.commit:
+            for _unit, commit, _version in commands(book, now, bool(number)):
+                if commit:
+                    assert book.published is not None
                     assert number, "committed a busy unit"
                     told_to_commit.add(book.published.tag)
         has = book.units["u"].committed
