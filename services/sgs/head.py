@@ -108,7 +108,7 @@ class Head:
         if rank.dropped:
             return
         if complete:
-            self.ledger.end(rank)
+            self.ledger.end(rank, self.clock())
         else:
             self.ledger.disconnect(rank, connection, self.clock())
         log.info("stream %s rank %d %s", rank.stream, rank.rank, "finished" if complete else "broke")

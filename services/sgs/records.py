@@ -118,7 +118,7 @@ class RankRecord(Generic[Payload]):
     request: Request
     connection: int = 0
     connected: bool = False
-    lost_at: float = 0.0
+    lost_at: float = 0.0  # when `connected` last became false
     ended: bool = False
     dropped: str = ""
     unsent: int = 0

@@ -150,7 +150,10 @@ def test_head_weights_word_about_an_older_session_does_not_count_for_the_same_nu
             await until(lambda: len(unit.staged) == 2)
             for word in stale:
                 await unit.send(weights=word)
-            await commit(unit, 5, times=1)
+            await unit.send(heartbeat=pb.Heartbeat())
+            await until(lambda: _server.head.units["u0"].heartbeat is not None)
+            assert _server.head.versions.units["u0"].state is versions.WeightState.STAGING and unit.commits == []
+            await commit(unit, 5)
             new.request({"a": 9}, min_version=5)
             await until(lambda: unit.assigned == [A])
             assert unit.commits == [5]

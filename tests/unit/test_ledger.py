@@ -79,7 +79,7 @@ def test_ledger_forgets_a_stream_once_it_is_delivered_and_acknowledged() -> None
     plan(book, ["u"], 0.0)
     book.finish("u", S1, [(one("a"), "x")], 1.0)
     read(rank)
-    book.end(rank)
+    book.end(rank, 1.0)
     assert book.streams
     book.acknowledge(S1, [one("a")])
     assert not book.streams and book.take_orders().forget == {"u": [one("a")]}
@@ -108,8 +108,23 @@ def test_ledger_keeps_an_acknowledged_stream_until_it_has_ended() -> None:
     read(rank)
     book.acknowledge(S1, [one("a")])
     assert book.streams
-    book.end(rank)
+    book.end(rank, 1.0)
     assert not book.streams
+
+
+def test_ledger_an_ended_stream_waits_for_its_acknowledgement_no_longer_than_for_a_lost_rank() -> None:
+    book = ledger()
+    rank = book.open(request(["a"], n=1), 0.0)
+    plan(book, ["u"], 0.0)
+    book.finish("u", S1, [(one("a"), "x")], 1.0)
+    read(rank)
+    book.end(rank, 1.0)
+    assert book.reap(1.0 + 10.0 - 0.1) == [] and book.streams
+    (gone,) = book.reap(1.0 + 10.0)
+    assert gone is rank and "did not acknowledge its last 1 samples" in rank.dropped
+    assert not book.streams and book.take_orders().forget == {"u": [one("a")]}
+    again = book.open(request(["a"], n=1, have=(one("a"),)), 20.0)
+    assert again.all_sent and read(again) == []
 
 
 def test_ledger_overdue_samples_move_on_and_then_fail() -> None:
@@ -373,7 +388,7 @@ class LedgerMachine(RuleBasedStateMachine):
             for rank, record in self.ranks.items():
                 self.deliver(rank, False)
                 if record.all_sent and record.connected:
-                    self.book.end(record)
+                    self.book.end(record, self.now)
         for rank in self.asked:
             assert set(self.received[rank]) | self.acknowledged >= self.ids(rank)
             assert self.ranks[rank].all_sent
