@@ -66,6 +66,7 @@ class Head:
         self._signals: dict[Rank, asyncio.Event] = {}
         self._scheduled = False
         self._stepped_at = 0.0
+        self._ticked_at = self.clock()
         self._counted_duplicates = 0
 
     # ------------------------------------------------------------------ ranks
@@ -229,8 +230,12 @@ class Head:
     def tick(self) -> None:
         """What only time brings: silent units, overdue samples, ranks that stayed away, streams nobody can serve."""
         now = self.clock()
+        frozen = now - self._ticked_at > self.config.unit_timeout_s / 2
+        self._ticked_at = now
         for link in list(self.units.values()):
-            if now - link.last_seen > self.config.unit_timeout_s:
+            if frozen:  # this process stood still: what units said meanwhile is yet to be read
+                link.last_seen = now
+            elif now - link.last_seen > self.config.unit_timeout_s:
                 self.lose(link, f"silent for {self.config.unit_timeout_s:g} s")
         overdue = self.ledger.expired(now)
         metrics.HEAD_REQUEUED.labels("deadline").inc(len(overdue))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 
 import grpc
@@ -368,5 +369,17 @@ def test_head_status_names_units_and_streams() -> None:
             assert (stream.queued, stream.running, stream.delivered, stream.connected) == (0, 2, 1, True)
             assert (told.unit_id, told.assigned, told.finished, told.heartbeat.running) == ("u0", 2, 1, 2)
             assert status.dispatch == "least_loaded"
+
+    asyncio.run(scenario())
+
+
+def test_head_that_stood_still_does_not_count_its_units_as_silent() -> None:
+    async def scenario() -> None:
+        async with head_and_peers(unit_timeout_s=1.0) as (server, peers):
+            await peers.unit("u0")
+            time.sleep(2.0)  # noqa: ASYNC251 - the event loop stands still
+            server.head.tick()
+            assert list(server.head.units) == ["u0"]
+            await until(lambda: not server.head.units)
 
     asyncio.run(scenario())
