@@ -1,4 +1,4 @@
-"""The report of one run: `report.html`, self-contained, and PNGs under `plots/`."""
+"""The report of one run: `report.html`, self-contained, and its main charts as PNGs under `plots/`."""
 
 from __future__ import annotations
 

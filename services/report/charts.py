@@ -1,4 +1,4 @@
-"""The figures of a report. Each is drawn once and saved as PNG and as SVG for the page."""
+"""The figures of a report: SVG for the page, and PNGs of those that are shown elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from services.report.data import Floats, RunData, column
 from services.report.timeline import Window, iteration_bounds, lanes, merge, occupancy, windows
@@ -42,6 +42,7 @@ _STYLE = {
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
+    "axes.titley": 1.0,  # else every axis is measured to find the title's place
     "grid.color": _GRID,
     "xtick.color": _SOFT,
     "ytick.color": _SOFT,
@@ -50,9 +51,10 @@ _STYLE = {
     "figure.facecolor": "white",
     "svg.fonttype": "none",
 }
+_AS_PNG = ("learning", "timeline-0", "stages")
 _BINS = 700
 _BOUNDARIES_SHOWN = 60
-_WIDTH = 9.6
+_WIDTH, _ABOVE, _BELOW, _BESIDE = 9.6, 0.35, 0.45, 0.15
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ _EXACTNESS_CAPTION = (
 
 
 def draw_all(data: RunData, plots: Path) -> list[Chart]:
-    """Every chart the data allows; PNGs go to `plots`."""
+    """Every chart the data allows; PNGs of learning, timeline and stages go to `plots`."""
     plots.mkdir(parents=True, exist_ok=True)
     for old in plots.glob("*.png"):
         old.unlink()
@@ -103,11 +105,8 @@ def draw_all(data: RunData, plots: Path) -> list[Chart]:
 
 
 def _save(name: str, title: str, caption: str, figure: Figure, plots: Path) -> Chart:
-    layout = figure.get_layout_engine()
-    if layout is not None:  # once, not for each format
-        layout.execute(figure)
-        figure.set_layout_engine("none")
-    figure.savefig(plots / f"{name}.png", dpi=130)
+    if name in _AS_PNG:
+        figure.savefig(plots / f"{name}.png", dpi=130)
     text = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -115,10 +114,25 @@ def _save(name: str, title: str, caption: str, figure: Figure, plots: Path) -> C
     return Chart(name, title, caption, svg[svg.index("<svg") :])
 
 
-def _figure(height: float, columns: int = 1) -> tuple[Figure, list[Any]]:
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False)[0]
-    return figure, list(axes)
+def _figure(height: float, columns: int = 1, left: float = 0.6, above: float = _ABOVE) -> tuple[Figure, list[Any]]:
+    """Axes side by side; sizes in inches, `left` and `above` are what labels and a legend take.
+
+    The margins are fixed: a layout engine draws everything twice to measure it.
+    """
+    figure = Figure(figsize=(_WIDTH, height))
+    width = _WIDTH / columns
+    axes = [
+        figure.add_axes(
+            (
+                (column * width + left) / _WIDTH,
+                _BELOW / height,
+                (width - left - _BESIDE) / _WIDTH,
+                1 - (above + _BELOW) / height,
+            )
+        )
+        for column in range(columns)
+    ]
+    return figure, axes
 
 
 def _numbers(data: RunData) -> Floats:
@@ -188,7 +202,9 @@ def _lengths(data: RunData) -> Figure:
     left.set_ylim(bottom=0)
     left.legend()
     if len(data.lengths):
-        right.hist(data.lengths, bins=min(60, max(5, int(np.ptp(data.lengths)) + 1)), color=BLUE, alpha=0.8)
+        counts, edges = np.histogram(data.lengths, bins=min(60, max(5, int(np.ptp(data.lengths)) + 1)))
+        right.stairs(counts, edges, fill=True, color=BLUE, alpha=0.8)
+        right.set_ylim(bottom=0)
         for share, name in ((50, "P50"), (90, "P90"), (99, "P99")):
             at = float(np.percentile(data.lengths, share))
             right.axvline(at, color=_INK, linewidth=0.8, linestyle=":")
@@ -206,6 +222,9 @@ def _exactness(data: RunData) -> Figure:
     left.plot(x, gap, color=RED, linewidth=1.5)
     if np.any(gap > 0):
         left.set_yscale("log")
+        left.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        left.yaxis.set_major_formatter(FuncFormatter(lambda value, _at: f"{value:.0e}"))  # plain text: maths is slow
+        left.yaxis.set_minor_formatter(NullFormatter())
     left.set(title="Largest log-probability gap", xlabel="iteration")
     right.step(x, data.column("staleness_max"), where="mid", color=PURPLE, linewidth=1.5)
     right.set(title="Largest staleness, versions", xlabel="iteration")
@@ -217,7 +236,9 @@ def _exactness(data: RunData) -> Figure:
 
 def _timeline(data: RunData, window: Window) -> Figure:
     rows = lanes(data)
-    figure, (axes,) = _figure(1.15 + 0.36 * len(rows))
+    titles = [_lane_title(lane) for lane in rows]
+    left, above = 0.2 + 0.065 * max(map(len, titles)), 0.45  # two rows of legend
+    figure, (axes,) = _figure(above + _BELOW + 0.36 * len(rows), left=left, above=above)
     origin = windows(data)[0].start
     edges = np.linspace(window.start, window.end, _BINS + 1)
     counts = {lane: occupancy(found, edges) for lane, found in data.samples.items()}
@@ -245,7 +266,7 @@ def _timeline(data: RunData, window: Window) -> Figure:
         ylim=(len(rows) - 0.5, -0.5),
         xlabel="seconds since the first event",
     )
-    axes.set_yticks(range(len(rows)), [_lane_title(lane) for lane in rows])
+    axes.set_yticks(range(len(rows)), titles)
     axes.grid(False)
     axes.tick_params(axis="y", length=0)
     handles = [Patch(color="#6aaed6", label=f"decoding (up to {busiest:.0f} samples)")] if counts else []
