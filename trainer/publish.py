@@ -7,59 +7,50 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import torch
 
-from services import wire
+from services import metrics, wire
 from services.config import Config
 from services.errors import GenerationError
 from services.pb import streamrl_pb2 as pb
 from services.pb import streamrl_pb2_grpc as pb_grpc
 from services.rpc import TRANSIENT
 from services.transport.grpc import GrpcWeightServer
-from services.transport.manifest import Manifest, Source, TensorMeta, body_digest, layout
-from services.transport.packing import allocate, tensor_bytes
+from services.transport.manifest import Manifest, Source, TensorMeta
+from services.transport.packing import Packer, TensorSpec
 
 logger = logging.getLogger(__name__)
 
 _COMMIT = {"boundary": pb.COMMIT_POLICY_BOUNDARY, "immediate": pb.COMMIT_POLICY_IMMEDIATE}
+_SETTLED = (pb.UnitWeights.COMMITTED, pb.UnitWeights.FAILED)
 _POLL_S = 30.0
+_WATCH_S = 1.0
 _RETRY_S = 0.5
 
 OnUnit = Callable[[int, pb.UnitWeights], None]
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Copied bytes of one version; `tensors` still lack their digests."""
-
-    version: int
-    tensors: tuple[TensorMeta, ...]
-    body: memoryview
-
-
 class Snapshotter:
-    """Copies full weights into one buffer in the transfer dtype, one parameter at a time."""
+    """Copies full weights into one body in the transfer dtype, one parameter at a time."""
 
     def __init__(self, metas: Sequence[TensorMeta], dtype: str) -> None:
         """`metas` say what `take` will be given; `dtype` is that of the transfer, or "model"."""
-        dtypes = [meta.dtype if dtype == "model" else dtype for meta in metas]
-        self._tensors = layout(
-            (meta.name, of, meta.shape, tensor_bytes(meta.name, of, meta.shape))
-            for meta, of in zip(metas, dtypes, strict=True)
-        )
+        self._specs = [TensorSpec(meta.name, meta.dtype if dtype == "model" else dtype, meta.shape) for meta in metas]
 
-    def take(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
-        """`weights` yields every announced tensor in its order."""
-        body = allocate(sum(tensor.nbytes for tensor in self._tensors))
-        for meta, (name, value) in zip(self._tensors, weights, strict=True):
-            assert meta.name == name, f"got {name} where {meta.name} was announced"
-            target = torch.frombuffer(body, dtype=getattr(torch, meta.dtype), count=value.numel(), offset=meta.offset)
-            target.copy_(value.detach().reshape(-1))
-        return Snapshot(version, tuple(self._tensors), body)
+    def take(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Packer:
+        """The filled packer of `version`; `weights` yields every announced tensor. Raises `WeightsError`."""
+        packer = Packer(version, uuid.uuid4().hex, self._specs)
+        dtypes = {spec.name: spec.dtype for spec in self._specs}
+        for name, value in weights:
+            room = packer.room(name)
+            if value.numel():
+                target = torch.frombuffer(room, dtype=getattr(torch, dtypes[name]))
+                target.copy_(value.detach().reshape(-1))
+        return packer
 
 
 class Publisher:
@@ -87,17 +78,29 @@ class Publisher:
         self._on_unit = on_unit
         self._manifest: Manifest | None = None
         self._following: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
 
-    async def publish(self, snapshot: Snapshot) -> None:
-        """Serve `snapshot` and announce it. Digests are computed off the loop."""
-        tensors = await asyncio.to_thread(_with_digests, snapshot)
-        manifest = Manifest(snapshot.version, uuid.uuid4().hex, tensors, (self._source,))
-        self._server.put(manifest, snapshot.body)
-        self._manifest = manifest
-        await self._announce_until_heard()
+    async def publish(self, packer: Packer) -> None:
+        """Serve what was packed and announce it; digests are computed off the loop. Raises `GenerationError`.
+
+        Calls take turns: an older version that took long must not replace a newer one.
+        """
+        async with self._turn:
+            taken_at = time.time()
+            manifest = replace(await asyncio.to_thread(packer.finish), sources=(self._source,))
+            self._server.put(manifest, packer.body)
+            self._manifest = manifest
+            if self._following is not None:
+                self._following.cancel()
+            await self._announce_until_heard()
+            self._following = asyncio.create_task(self._follow(manifest.version, taken_at))
+            self._following.add_done_callback(_log_failure)
+
+    async def close(self) -> None:
+        """Stop following the newest version."""
         if self._following is not None:
             self._following.cancel()
-        self._following = asyncio.create_task(self._follow(manifest.version))
+            await asyncio.gather(self._following, return_exceptions=True)
 
     async def announce(self) -> None:
         """Tell the head (again, after it was replaced) what is current; harmless when it knows."""
@@ -126,32 +129,37 @@ class Publisher:
                     ) from None
             await asyncio.sleep(_RETRY_S)
 
-    async def _follow(self, version: int) -> None:
-        """Report each unit once it committed or failed `version`, until all have or a newer one is out."""
+    async def _follow(self, version: int, taken_at: float) -> None:
+        """Report each unit that committed or failed `version`, also one that comes later, until a newer one is out.
+
+        A head that was replaced and does not know the version is told: no stream of this rank may be open then.
+        """
         reported: set[str] = set()
+        staged_at: float | None = taken_at
         while True:
             request = pb.WeightStatusRequest(version=version, wait_s=_POLL_S, until=pb.UnitWeights.COMMITTED)
-            started = time.monotonic()
             try:
                 status = await self._stub.WeightStatus(request, timeout=_POLL_S + 10.0)
+                if status.version < version:
+                    await self.announce()
             except grpc.aio.AioRpcError as error:
                 logger.debug("weights v%d: status: %s", version, error.code())
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(_WATCH_S)
                 continue
-            for unit in status.units:
-                settled = unit.state in (pb.UnitWeights.COMMITTED, pb.UnitWeights.FAILED)
-                if unit.version == version and settled and unit.unit_id not in reported:
-                    reported.add(unit.unit_id)
-                    self._on_unit(version, unit)
-            if status.version > version or reported >= {unit.unit_id for unit in status.units} != set():
+            if status.version > version:
                 return
-            if time.monotonic() - started < 0.1:  # nothing to wait for yet: no unit is attached
-                await asyncio.sleep(0.5)
+            units = {unit.unit_id: unit for unit in status.units if unit.version == version}
+            settled = {name for name, unit in units.items() if unit.state in _SETTLED}
+            for name in sorted(settled - reported):
+                self._on_unit(version, units[name])
+            reported |= settled
+            if staged_at is not None and settled and settled == {unit.unit_id for unit in status.units}:
+                staged_at = max([staged_at, *(unit.staged_at for unit in units.values())])
+                metrics.TRAINER_PUBLISH_SECONDS.observe(staged_at - taken_at)
+                staged_at = None
+            await asyncio.sleep(_WATCH_S)
 
 
-def _with_digests(snapshot: Snapshot) -> tuple[TensorMeta, ...]:
-    view = snapshot.body
-    return tuple(
-        tensor._replace(digest=body_digest(view[tensor.offset : tensor.offset + tensor.nbytes]))
-        for tensor in snapshot.tensors
-    )
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("weights are not followed any more", exc_info=task.exception())

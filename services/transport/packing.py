@@ -60,46 +60,66 @@ def allocate(nbytes: int) -> memoryview:
 class Packer:
     """One body, filled tensor by tensor, so that only one whole copy of the weights is ever held.
 
-    Sizes are known from `specs`; `fill` may be called in any order, once for each tensor.
+    Sizes are known from `specs`; tensors come in any order, each once. Filling only copies, so that whoever owns the
+    weights is held up no longer than that; `finish` reads all of it once more, and may run elsewhere.
     """
 
     def __init__(self, version: int, transfer_id: str, specs: Iterable[TensorSpec]) -> None:
         """Raises `WeightsError` for an unknown dtype or a name given twice."""
-        self._version = version
+        self.version = version
         self._transfer_id = transfer_id
         self._places: dict[str, TensorMeta] = {}
         for place in layout((spec.name, spec.dtype, spec.shape, spec.nbytes) for spec in specs):
             if place.name in self._places:
                 raise WeightsError(f"weights v{version}: tensor `{place.name}` is given twice")
             self._places[place.name] = place
+        self._unfilled = set(self._places)
         self.body = allocate(sum(place.nbytes for place in self._places.values()))
+
+    def room(self, name: str) -> memoryview:
+        """Where the caller writes one tensor's contiguous little-endian bytes, before `finish`.
+
+        Raises `WeightsError` for an unknown name, or one that was asked for before.
+        """
+        place = self._places.get(name)
+        if place is None:
+            raise WeightsError(f"weights v{self.version}: tensor `{name}` is not among those laid out")
+        if name not in self._unfilled:
+            raise WeightsError(f"weights v{self.version}: tensor `{name}` is filled twice")
+        self._unfilled.remove(name)
+        return self.body[place.offset : place.offset + place.nbytes]
 
     def fill(self, name: str, data: bytes | bytearray | memoryview | np.ndarray) -> None:
         """Copy one tensor's contiguous little-endian bytes to its place.
 
-        Raises `WeightsError` for an unknown name, a second fill, or another size than the spec says.
+        Raises `WeightsError` like `room`, or for another size than the spec says.
         """
-        place = self._places.get(name)
-        if place is None:
-            raise WeightsError(f"weights v{self._version}: tensor `{name}` is not among those laid out")
-        if place.digest:
-            raise WeightsError(f"weights v{self._version}: tensor `{name}` is filled twice")
+        target = self.room(name)
         given = data.nbytes if isinstance(data, memoryview | np.ndarray) else len(data)
-        if given != place.nbytes:
+        if given != target.nbytes:
+            place = self._places[name]
             raise WeightsError(
-                f"weights v{self._version}: tensor `{name}` has {given} bytes, "
+                f"weights v{self.version}: tensor `{name}` has {given} bytes, "
                 f"{place.dtype} {list(place.shape)} needs {place.nbytes}"
             )
-        target = self.body[place.offset : place.offset + place.nbytes]
         target[:] = _flat(data)
-        self._places[name] = place._replace(digest=body_digest(target))
 
     def finish(self) -> Manifest:
-        """The manifest, without sources. Raises `WeightsError` naming the first tensor that was never filled."""
-        for place in self._places.values():
-            if not place.digest:
-                raise WeightsError(f"weights v{self._version}: tensor `{place.name}` was not filled")
-        return Manifest(self._version, self._transfer_id, tuple(self._places.values()))
+        """The manifest with the digests of what was filled in, without sources; the body must not change any more.
+
+        Raises `WeightsError` naming the first tensor that was never filled.
+        """
+        for name in self._places:
+            if name in self._unfilled:
+                raise WeightsError(f"weights v{self.version}: tensor `{name}` was not filled")
+        return Manifest(
+            self.version,
+            self._transfer_id,
+            tuple(
+                place._replace(digest=body_digest(self.body[place.offset : place.offset + place.nbytes]))
+                for place in self._places.values()
+            ),
+        )
 
 
 def pack(

@@ -56,7 +56,9 @@ def test_tensors_can_be_filled_in_any_order_and_none_may_be_missing():
     with pytest.raises(WeightsError, match="`a` was not filled"):
         packer.finish()
     packer.fill("a", bytearray(b"abcd"))
-    assert packer.finish().total_bytes == 12
+    manifest = packer.finish()
+    assert manifest.total_bytes == 12
+    verify(manifest, packer.body)
     assert bytes(packer.body) == b"abcd12345678"
 
 
