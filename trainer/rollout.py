@@ -20,11 +20,12 @@ from services.pb import streamrl_pb2 as pb
 from services.pb import streamrl_pb2_grpc as pb_grpc
 from services.rpc import TRANSIENT
 from services.samples import Prompt, Sample, SampleFailure, SampleId, SamplingParams
-from trainer.pipeline.groups import GroupAssembler, ScoredGroup
+from trainer.pipeline.groups import GroupAssembler, ScoredGroup, require_whole
 
 logger = logging.getLogger(__name__)
 
 _ACKNOWLEDGE_EVERY_S = 0.1
+_ACKNOWLEDGE_TIMEOUT_S = 10.0
 _BACKOFF_S = (0.05, 1.0)
 
 Score = Callable[[Sample], Awaitable["float | None"]]
@@ -82,8 +83,9 @@ class Stream:
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
+        """The first error stays: it is the cause of what follows it."""
         with self._changed:
-            self._error = error
+            self._error = self._error or error
             self._changed.notify_all()
 
 
@@ -108,10 +110,15 @@ class RolloutClient:
         self._rank = rank
         self._seed = seed
         self._on_reconnect = on_reconnect
+        self._open: dict[Stream, asyncio.Task[Any] | None] = {}
+        self._broken: Exception | None = None
 
     async def run(self, stream: Stream, score: Score) -> None:
         """Feed `stream` until all of its samples are settled; any error ends up in the stream."""
         scoring: set[asyncio.Task[None]] = set()
+        self._open[stream] = asyncio.current_task()
+        if self._broken is not None:
+            stream.fail(self._broken)
         try:
             await self._receive_all(stream, score, scoring)
             await asyncio.gather(*scoring)
@@ -121,6 +128,21 @@ class RolloutClient:
             raise
         except Exception as error:
             stream.fail(error)
+        finally:
+            del self._open[stream]
+
+    def fail(self, error: Exception) -> None:
+        """What streams depend on is broken: every open one, and each that is opened later, ends with `error`."""
+        self._broken = error
+        for stream in self._open:
+            stream.fail(error)
+
+    async def close(self) -> None:
+        """Let go of the streams that are still open."""
+        tasks = [task for task in self._open.values() if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _receive_all(self, stream: Stream, score: Score, scoring: set[asyncio.Task[None]]) -> None:
         name = stream.request.name
@@ -167,14 +189,14 @@ class RolloutClient:
             while True:
                 event = await self._next_event(call, stream)
                 if event is grpc.aio.EOF:
-                    return
+                    break
                 self._take(event, stream, score, scoring, acknowledge)
         finally:
             call.cancel()
             acknowledging.cancel()
             await asyncio.gather(acknowledging, return_exceptions=True)
-            if acknowledge:
-                await self._send_acknowledge(stream.request.name, acknowledge)
+        # After a broken connection the next request names them in `have` instead.
+        await self._send_acknowledge(stream.request.name, acknowledge)
 
     async def _next_event(self, call: Any, stream: Stream) -> Any:
         """The head reports every overdue sample, so silence this long means that it is frozen."""
@@ -203,6 +225,7 @@ class RolloutClient:
             )  # fmt: skip
         for message in event.samples:
             sample = wire.sample(message)
+            require_whole(sample)
             acknowledge.append(sample.id)
             if stream.assembler.receive(sample.id):
                 task = asyncio.create_task(_settle(stream, sample, score))
@@ -218,18 +241,18 @@ class RolloutClient:
     async def _acknowledge(self, name: str, ids: list[SampleId]) -> None:
         while True:
             await asyncio.sleep(_ACKNOWLEDGE_EVERY_S)
-            if ids:
-                await self._send_acknowledge(name, ids)
+            await self._send_acknowledge(name, ids)
 
     async def _send_acknowledge(self, name: str, ids: list[SampleId]) -> None:
-        batch, ids[:] = list(ids), []
-        request = pb.AcknowledgeRequest(
-            run_id=self._run_id, session=self._session, stream=name, ids=[wire.sample_id_pb(i) for i in batch]
-        )
+        """Empties `ids` once the head has them: a call that is cut off is made again."""
+        batch = [wire.sample_id_pb(sample_id) for sample_id in ids]
+        if not batch:
+            return
+        request = pb.AcknowledgeRequest(run_id=self._run_id, session=self._session, stream=name, ids=batch)
         try:
-            await self._stub.Acknowledge(request, timeout=10.0)
+            await self._stub.Acknowledge(request, timeout=_ACKNOWLEDGE_TIMEOUT_S)
+            del ids[: len(batch)]
         except grpc.aio.AioRpcError as error:
-            # The next connection names them in `have`.
             logger.debug("%s: acknowledging failed: %s", name, error.code())
 
     def _request(self, stream: Stream) -> pb.GenerateRequest:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ class ServiceLoop:
         future = self.start(work)
         try:
             return future.result(deadline_s)
-        except TimeoutError:
+        except FutureTimeoutError:  # another class than TimeoutError before Python 3.11
             if future.done():
                 raise
             future.cancel()

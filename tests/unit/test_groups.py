@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.errors import GenerationError
 from services.samples import FailureCode, FinishReason, Sample, SampleFailure, SampleId, VersionSpan
-from trainer.pipeline.groups import GroupAssembler, IterationLedger, ScoredGroup
+from trainer.pipeline.groups import GroupAssembler, IterationLedger, ScoredGroup, require_whole
 
 
 def make_sample(prompt_id: str, k: int, version: int = 0) -> Sample:
@@ -82,3 +86,24 @@ def test_ledger_names_losses_and_repeats() -> None:
     assert (ledger.lost, ledger.duplicated) == (1, 0)
     ledger.account(SampleId("a", 0))
     assert (ledger.lost, ledger.duplicated) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"token_ids": (), "logprobs": (), "spans": ()}, "no tokens"),
+        ({"logprobs": (-0.1, -0.2)}, "3 tokens but 2 log-probs"),
+        ({"logprobs": (-0.1, float("nan"), -0.3)}, "log-prob of its token 1 is nan"),
+        ({"logprobs": (-0.1, -0.2, float("-inf"))}, "log-prob of its token 2 is -inf"),
+        ({"spans": ()}, "spans do not cover"),
+        ({"spans": (VersionSpan(0, 0, 1), VersionSpan(1, 2, 3))}, "spans do not cover"),
+        ({"kept_counts": (1, 1), "kept_ids": (5, 6)}, "kept sets"),
+        ({"kept_counts": (1, 1, 1), "kept_ids": (5, 6)}, "kept sets"),
+    ],
+)
+def test_a_sample_that_no_working_engine_gives_is_named(fields: dict[str, Any], says: str) -> None:
+    whole = dataclasses.replace(make_sample("a", 2), spans=(VersionSpan(0, 0, 1), VersionSpan(1, 1, 3)))
+    require_whole(whole)
+    require_whole(dataclasses.replace(whole, kept_counts=(2, 0, 1), kept_ids=(5, 6, 1)))
+    with pytest.raises(GenerationError, match=rf"sample a#2 from unit unit-0: .*{says}"):
+        require_whole(dataclasses.replace(whole, **fields))

@@ -75,6 +75,14 @@ def test_equal_rewards_count_in_the_denominator_only() -> None:
     assert len(with_kl.ready) == 2
 
 
+def test_a_group_without_a_scored_sample_counts_in_nothing_and_says_why() -> None:
+    tally = Tally()
+    it = intake(tally, [], n=3)
+    taken = it.take(group([sample(0), sample(1)], [None, None], failed=(2,)))
+    assert taken.counted == [] and tally.sums["groups"] == 1 and tally.sums["zero_advantage_groups"] == 0
+    assert it.excluded == ["train/0#0 is unscored", "train/0#1 is unscored", "too late"]
+
+
 def test_tallies_merge_over_ranks() -> None:
     one, two = Tally(), Tally()
     one.sample(sample(0), 0)

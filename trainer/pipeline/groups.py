@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from services.errors import GenerationError
 from services.samples import Sample, SampleFailure, SampleId
 
 
@@ -16,6 +18,27 @@ class ScoredGroup:
     samples: tuple[Sample, ...]
     rewards: tuple[float | None, ...]
     failures: tuple[SampleFailure, ...]
+
+
+def require_whole(sample: Sample) -> None:
+    """Raise `GenerationError`, naming sample and unit, for one that no working engine gives.
+
+    It has tokens, a finite log-prob for each, spans that cover them, and kept sets for all of them or for none.
+    """
+    tokens, wrong = len(sample.token_ids), ""
+    if not tokens:
+        wrong = "it has no tokens"
+    elif len(sample.logprobs) != tokens:
+        wrong = f"it has {tokens} tokens but {len(sample.logprobs)} log-probs"
+    elif not all(map(math.isfinite, sample.logprobs)):
+        at = next(t for t, logprob in enumerate(sample.logprobs) if not math.isfinite(logprob))
+        wrong = f"the log-prob of its token {at} is {sample.logprobs[at]}"
+    elif [span.start for span in sample.spans] + [tokens] != [0, *(span.end for span in sample.spans)]:
+        wrong = f"its version spans do not cover its {tokens} tokens"
+    elif (sample.kept_counts and len(sample.kept_counts) != tokens) or sum(sample.kept_counts) != len(sample.kept_ids):
+        wrong = "its kept sets do not fit its tokens"
+    if wrong:
+        raise GenerationError(f"sample {sample.id} from unit {sample.unit_id}: {wrong}; the unit's engine is at fault")
 
 
 @dataclass

@@ -13,6 +13,7 @@ from trainer.pipeline.groups import IterationLedger, ScoredGroup
 from trainer.pipeline.tally import Tally
 
 LedgerRow = dict[str, Any]
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Intake:
         self._tally = tally
         self._on_row = on_row
         self._on_sample = on_sample
+        self.excluded: list[str] = []
+        """The first samples that were left out, each with the reason."""
         self.ledger = IterationLedger(SampleId(prompt.prompt_id, k) for prompt in prompts for k in range(n))
 
     def take(self, group: ScoredGroup) -> Taken:
@@ -61,6 +64,7 @@ class Intake:
             outcome = "trained" if advantage is not None else "unscored" if reward is None else "stale"
             self._account(sample.id, outcome, reward=reward, staleness=lag, unit=sample.unit_id)
             if advantage is None:
+                self._exclude(f"{sample.id} is {outcome}")
                 continue
             assert reward is not None
             self._tally.add(reward=reward, scored=1)
@@ -78,10 +82,15 @@ class Intake:
             )
         for failure in group.failures:
             self._account(failure.id, "failed", reason=failure.code.value, unit=failure.unit_id)
-        flat = all(sample.advantage == 0.0 for sample in counted)
+            self._exclude(failure.message)
+        flat = bool(counted) and all(sample.advantage == 0.0 for sample in counted)
         self._tally.add(groups=1, zero_advantage_groups=flat)
         ready = [sample for sample in counted if sample.advantage != 0.0] if self._skip_zero else counted
         return Taken(counted, ready)
+
+    def _exclude(self, reason: str) -> None:
+        if len(self.excluded) < _NAMED:
+            self.excluded.append(reason)
 
     def _account(self, sample_id: SampleId, outcome: str, **extra: Any) -> None:
         self.ledger.account(sample_id)
