@@ -21,6 +21,7 @@ from trainer.algorithms.stats import MicroStats
 from trainer.backends import models
 from trainer.backends.base import Objective
 from trainer.data.batch import MicroBatch
+from trainer.peers import waiting_for_peers
 
 
 class DDPBackend:
@@ -62,10 +63,8 @@ class DDPBackend:
 
     def step(self, denominator: float, lr: float) -> float:
         if self._world > 1:
-            try:
+            with waiting_for_peers(self._rank, "the other ranks' gradients"):
                 dist.all_reduce(self._gradient)
-            except RuntimeError as error:
-                raise TrainingError(f"rank {self._rank}: waiting for the other ranks' gradients: {error}") from error
         norm = float(torch.linalg.vector_norm(self._gradient)) / denominator
         if not math.isfinite(norm):
             raise TrainingError(

@@ -25,6 +25,7 @@ from trainer.algorithms.stats import MicroStats
 from trainer.backends import models
 from trainer.backends.base import Objective
 from trainer.data.batch import MicroBatch
+from trainer.peers import PeerError, waiting_for_peers
 
 
 class FSDP2Backend:
@@ -70,13 +71,14 @@ class FSDP2Backend:
             loss, stats = objective(self._policy, self._reference, batch)
             loss.backward()
         except dist.DistError as error:
-            raise TrainingError(f"rank {self._rank}: waiting for the other ranks' shards: {error}") from error
+            raise PeerError(f"rank {self._rank}: waiting for the other ranks' shards: {error}") from error
         return stats
 
     def step(self, denominator: float, lr: float) -> float:
         gradients = [_local(p.grad) for p in self._parameters.values() if p.grad is not None]
         square = torch.stack([g.to(torch.float64).square().sum() for g in gradients]).sum()
-        dist.all_reduce(square)
+        with waiting_for_peers(self._rank, "the other ranks' gradients"):
+            dist.all_reduce(square)
         norm = math.sqrt(float(square)) / denominator
         if not math.isfinite(norm):
             raise TrainingError(

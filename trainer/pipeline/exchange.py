@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from services.errors import TrainingError
 from services.samples import SampleId
 from trainer.data.batch import TrainSample
+from trainer.peers import PeerError, waiting_for_peers
 from trainer.pipeline.rounds import Place, RoundPlan
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def decode(ints: npt.NDArray[np.int64], floats: npt.NDArray[np.float64]) -> list
 class Exchange:
     """Collectives of the trainer's ranks over the default process group (gloo for CPU tensors).
 
-    The group's timeout bounds every wait; what exceeds it is a `TrainingError` that says what was waited for. With
-    one rank nothing is sent and no process group is needed.
+    The group's timeout bounds every wait; what exceeds it is a `PeerError` that says what was waited for. With one
+    rank nothing is sent and no process group is needed.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -89,6 +89,17 @@ class Exchange:
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's floats (any number of them), by rank. Collective."""
         return self._gather(torch.tensor(list(values), dtype=torch.float64))
+
+    def fail_together(self, error: Exception | None) -> NoReturn:
+        """End every rank once the ranks know that one of them has an `error`. Collective.
+
+        A rank raises its own; one that has none raises a `PeerError` with what the first of the others said.
+        """
+        said = self.gather_ints(list(f"{type(error).__name__}: {error}".encode()) if error is not None else [])
+        if error is not None:
+            raise error
+        rank, text = next((rank, text) for rank, text in enumerate(said) if text)
+        raise PeerError(f"rank {rank} failed: {bytes(text).decode()}")
 
     def deliver(self, plan: RoundPlan, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
         """This rank's micro-batches of `plan`, after samples moved to where they are trained on. Collective.
@@ -111,7 +122,7 @@ class Exchange:
     def _gather(self, mine: torch.Tensor) -> list[list[float]]:
         if self.world == 1:
             return [mine.tolist()]
-        try:
+        with waiting_for_peers(self.rank, "the other ranks' metadata"):
             sizes = list(torch.empty(self.world, 1, dtype=torch.int64))
             dist.all_gather(sizes, torch.tensor([mine.numel()]))
             counts = [int(size) for size in sizes]
@@ -122,8 +133,6 @@ class Exchange:
             padded[: mine.numel()] = mine
             rows = list(torch.empty(self.world, most, dtype=mine.dtype))
             dist.all_gather(rows, padded)
-        except RuntimeError as error:
-            raise TrainingError(f"rank {self.rank}: waiting for the other ranks' metadata: {error}") from error
         return [row[:count].tolist() for row, count in zip(rows, counts, strict=True)]
 
     def _swap(
@@ -147,8 +156,6 @@ class Exchange:
 
     def _wait(self, works: Sequence[tuple[int, dist.Work | None]], what: str) -> None:
         for peer, work in works:
-            try:
+            with waiting_for_peers(self.rank, f"{what}, rank {peer}"):
                 if work is not None:
                     work.wait()
-            except RuntimeError as error:
-                raise TrainingError(f"rank {self.rank}: waiting for {what}, rank {peer}: {error}") from error
