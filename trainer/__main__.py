@@ -20,6 +20,7 @@ import torch.distributed as dist
 from services import logs, metrics, processes
 from services.config import Config, load_config
 from services.errors import EXIT_FAILED, ConfigError, StreamRLError, UsageError
+from trainer.peers import PeerError
 from trainer.pipeline.loop import TrainLoop
 from trainer.records import ERROR, write_json
 from trainer.setup import Rank
@@ -56,16 +57,13 @@ class _Stop(threading.Event):
 
 def _train(config: Config, options: argparse.Namespace, rank: int, world: int, stop: _Stop) -> None:
     torch.set_num_threads(config.trainer.threads)
-    port = metrics.serve_metrics(config.metrics.host, 0, f"trainer rank {rank}")
+    port = metrics.serve_metrics(config.metrics.host, 0, f"trainer rank {rank}", tls=config.security.tls)
     logger.info("metrics on %s:%d", config.metrics.host, port)
     if world != config.trainer.ranks:
         raise ConfigError(f"trainer.ranks is {config.trainer.ranks}, but torchrun started {world}")
     _join(rank, world)
-    it = Rank(config, options.sgs, options.run_dir, options.resume, rank, world, stop)
-    try:
+    with Rank(config, options.sgs, options.run_dir, options.resume, rank, world, stop) as it:
         TrainLoop(it.parts, it.first_iteration).run()
-    finally:
-        it.close()
     dist.destroy_process_group()
 
 
@@ -97,12 +95,14 @@ def _stop_on_signals() -> _Stop:
 
 
 def _leave_word(run_dir: Path, rank: int, code: int, error: Exception) -> None:
-    """The first rank to fail says why; those that fail because of it must not overwrite that."""
+    """The first rank to fail says why in `error.json`; those that fail because of it only say so in the log."""
     line = str(error) if isinstance(error, StreamRLError) else f"{type(error).__name__}: {error}"
     message = " ".join(line.split())
     logger.error("ended: %s", message)
     if not isinstance(error, UsageError):
         logger.error("%s", "".join(traceback.format_exception(error)))
+    if isinstance(error, PeerError):
+        return
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / ERROR).exists():
         write_json(run_dir / ERROR, {"exit_code": code, "message": f"trainer rank {rank}: {message}", "rank": rank})

@@ -23,7 +23,10 @@ OpenStream = Callable[[StreamRequest, dict[str, PromptItem]], Stream]
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Sums over the held-out set; `missing` samples failed or could not be scored and count in nothing else."""
+    """Sums over the held-out set; `missing` samples failed or could not be scored and count in nothing else.
+
+    `version` is the oldest that may answer: during training the last samples may come from the one after it.
+    """
 
     version: int
     samples: float = 0.0
@@ -33,8 +36,9 @@ class EvalResult:
     missing: float = 0.0
 
     @property
-    def accuracy(self) -> float:
-        return self.correct / self.samples if self.samples else 0.0
+    def accuracy(self) -> float | None:
+        """Correct ones among the scored, 0 to 1; None when nothing could be scored."""
+        return self.correct / self.samples if self.samples else None
 
 
 class _Pass:
@@ -44,9 +48,14 @@ class _Pass:
         self.stream = stream
         self.sums = EvalResult(version)
 
-    def collect(self) -> bool:
-        """Count what came since the last call; True once all is in. Raises the stream's error."""
-        for group in self.stream.drain():
+    def collect(self) -> tuple[bool, Exception | None]:
+        """Count what came since the last call; True once all is in. The stream's error is returned, not raised:
+        all ranks learn of it together."""
+        try:
+            groups = self.stream.drain()
+        except Exception as error:
+            return False, error
+        for group in groups:
             scored = [
                 (sample, reward)
                 for sample, reward in zip(group.samples, group.rewards, strict=True)
@@ -60,7 +69,7 @@ class _Pass:
                 tokens=self.sums.tokens + sum(len(sample.token_ids) for sample, _reward in scored),
                 missing=self.sums.missing + len(group.failures) + len(group.samples) - len(scored),
             )
-        return self.stream.exhausted
+        return self.stream.exhausted, None
 
 
 class Evaluator:
@@ -102,18 +111,24 @@ class Evaluator:
         self._passes.append(_Pass(self._open_stream(request, rows), version))
 
     def settle(self) -> bool:
-        """Report the passes that are in on every rank, oldest first; True when none is open. Collective."""
+        """Report the passes that are in on every rank, oldest first; True when none is open. Collective.
+
+        Raises on every rank what failed on one.
+        """
         while self._passes:
             current = self._passes[0]
-            complete = current.collect()
-            rows = self._exchange.gather_floats([complete, self._stop.is_set(), *astuple(current.sums)])
+            complete, error = current.collect()
+            mine = [complete, self._stop.is_set(), error is not None, *astuple(current.sums)]
+            rows = self._exchange.gather_floats(mine)
+            if any(row[2] for row in rows):
+                self._exchange.fail_together(error)
             if any(row[1] for row in rows):
                 self._passes.clear()
                 return True
             if not all(row[0] for row in rows):
                 return False
             self._passes.popleft()
-            totals = [sum(column) for column in zip(*(row[3:] for row in rows), strict=True)]
+            totals = [sum(column) for column in zip(*(row[4:] for row in rows), strict=True)]
             self._on_result(EvalResult(current.sums.version, *totals))
         return True
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from services.jsonlines import JsonLines
 
 METRICS = "metrics.jsonl"
 TIMELINE = "timeline.jsonl"
@@ -22,6 +25,7 @@ class Records:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._rank = rank
+        self._lock = threading.Lock()
         self._pending: list[dict[str, Any]] = []
 
     def metrics(self, row: Mapping[str, Any]) -> None:
@@ -30,16 +34,19 @@ class Records:
             self._append(METRICS, [row])
 
     def span(self, lane: str, kind: str, start: float, end: float, iteration: int, **extra: Any) -> None:
-        """A stretch of work on the timeline, Unix seconds; written at the next `flush`."""
-        self._pending.append({"lane": lane, "kind": kind, "start": start, "end": end, "iteration": iteration, **extra})
+        """A stretch of work on the timeline, Unix seconds; written at the next `flush`. Any thread may call it."""
+        with self._lock:
+            self._pending.append(
+                {"lane": lane, "kind": kind, "start": start, "end": end, "iteration": iteration, **extra}
+            )
 
     def ledger(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """One row per sample id: what became of it."""
         self._append(LEDGER, rows)
 
     def flush(self) -> None:
-        # Swapped first: the service loop adds spans from its own thread.
-        rows, self._pending = self._pending, []
+        with self._lock:
+            rows, self._pending = self._pending, []
         self._append(TIMELINE, rows)
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -54,25 +61,34 @@ class Records:
             file.write(text.encode())
 
 
+def earlier_run(directory: Path) -> Path | None:
+    """A file that a run left in `directory`, if any."""
+    left = (directory / name for name in (METRICS, LEDGER, TIMELINE, SUMMARY))
+    return next((path for path in left if path.exists()), None)
+
+
+def truncate_from(directory: Path, iteration: int) -> list[dict[str, Any]]:
+    """Drop rows of iterations at or past `iteration`, which a resumed run does again; returns the metrics that stay.
+
+    A line that a kill cut off goes too. It is never of an iteration that stays: all ranks had written those before
+    the checkpoint of `iteration` was finished.
+    """
+    kept: dict[str, list[dict[str, Any]]] = {}
+    for name in (TIMELINE, LEDGER, METRICS):
+        path = directory / name
+        kept[name] = [row for row in JsonLines(path).read() if row.get("iteration", -1) < iteration]
+        if path.exists():
+            _replace(path, "".join(json.dumps(row) + "\n" for row in kept[name]))
+    (directory / SUMMARY).unlink(missing_ok=True)
+    return kept[METRICS]
+
+
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all."""
+    _replace(path, json.dumps(value, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
+    partial.write_text(text)
     partial.replace(path)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file; a last line cut by a kill is left out, a missing file is empty."""
-    if not path.exists():
-        return []
-    *lines, _cut = path.read_text().split("\n")
-    return [json.loads(line) for line in lines]
-
-
-def truncate_after(directory: Path, iteration: int) -> None:
-    """Drop rows of iterations at or past `iteration`: a resumed run does them again."""
-    for name in (METRICS, TIMELINE, LEDGER):
-        path = directory / name
-        if path.exists():
-            kept = [row for row in read_rows(path) if row.get("iteration", -1) < iteration]
-            path.write_text("".join(json.dumps(row) + "\n" for row in kept))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any
 
 import grpc
 
 from services.config import Config
-from services.errors import GenerationError, ModelError
+from services.errors import GenerationError, ModelError, UsageError
 from services.pb import streamrl_pb2 as pb
 from services.pb import streamrl_pb2_grpc as pb_grpc
 from services.rpc import Credentials, join_address, open_channel
@@ -24,7 +26,7 @@ from trainer.learner import Learner
 from trainer.pipeline.exchange import Exchange
 from trainer.pipeline.loop import Parts
 from trainer.publish import Publisher
-from trainer.records import Records, truncate_after
+from trainer.records import Records, earlier_run, truncate_from
 from trainer.rewards.scorer import Scorer
 from trainer.rollout import RolloutClient
 from trainer.scoring import SampleScorer
@@ -36,14 +38,19 @@ _START_S = 180.0
 _STOP_S = 10.0
 
 
-class _Connected(NamedTuple):
+@dataclass
+class _Connected:
     channel: grpc.aio.Channel
-    client: RolloutClient
-    publisher: Publisher | None
     scorer: Scorer
-    weight_server: GrpcWeightServer | None
+    client: RolloutClient
+    publisher: Publisher | None = None
+    weight_server: GrpcWeightServer | None = None
 
     async def close(self) -> None:
+        """What asks is closed before what answers."""
+        await self.client.close()
+        if self.publisher is not None:
+            await self.publisher.close()
         await self.scorer.close()
         await self.channel.close()
         if self.weight_server is not None:
@@ -51,12 +58,15 @@ class _Connected(NamedTuple):
 
 
 class Rank:
-    """Everything of one rank that must be closed again. Construction is collective."""
+    """Everything of one rank that must be closed again; a context manager. Construction is collective."""
 
     def __init__(
         self, config: Config, sgs: str, run_dir: Path, resume: str | None, rank: int, world: int, stop: threading.Event
     ) -> None:
-        """`resume`: "auto" (the newest checkpoint, if any), a checkpoint directory, or None."""
+        """`resume`: "auto" (the newest checkpoint, or the start), a checkpoint directory, or None.
+
+        Raises `UsageError` for a directory that cannot be resumed, or that holds a run when `resume` is None.
+        """
         if config.model.path is None:
             raise ModelError("model.path is not set: `streamrl prepare` makes the model that model.init describes")
         data = load_data(config, config.model.path)
@@ -87,34 +97,28 @@ class Rank:
             stop=stop,
         )
 
-    def close(self) -> None:
-        self._services.call(self._connected.close(), _STOP_S, "closing the trainer's services")
-        self._services.close()
+    def __enter__(self) -> Rank:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._services.call(self._connected.close(), _STOP_S, "closing the trainer's services")
+            self._services.close()
+        except Exception:
+            if value is None:
+                raise
+            logger.exception("closing after an error")  # that error is the one to tell of
 
 
 async def _connect(config: Config, sgs: str, session: str, rank: int, records: Records) -> _Connected:
     credentials = Credentials.read(config.security)
     channel = open_channel(sgs, credentials)
-    await _reach_head(channel, sgs, config.sgs.reconnect_s)
-    scorer = Scorer(config.reward)
-    await scorer.start()
-    publisher, server = None, None
-    if rank == 0:
-        server = GrpcWeightServer(credentials, config.weights.chunk_bytes)
-        port = await server.start(config.trainer.host, config.trainer.port)
-        publisher = Publisher(
-            channel,
-            server,
-            Source(TRANSPORT, join_address(config.trainer.advertise or config.trainer.host, port)),
-            run_id=config.run.name,
-            session=session,
-            config=config,
-            on_unit=lambda version, unit: _record_unit(records, version, unit),
-        )
 
     async def announce() -> None:
-        if publisher is not None:
-            await publisher.announce()
+        if connected.publisher is not None:
+            await connected.publisher.announce()
 
     client = RolloutClient(
         channel,
@@ -125,7 +129,26 @@ async def _connect(config: Config, sgs: str, session: str, rank: int, records: R
         seed=config.run.seed,
         on_reconnect=announce,
     )
-    return _Connected(channel, client, publisher, scorer, server)
+    connected = _Connected(channel, Scorer(config.reward), client)
+    try:
+        await _reach_head(channel, sgs, config.sgs.reconnect_s)
+        await connected.scorer.start()
+        if rank == 0:
+            connected.weight_server = GrpcWeightServer(credentials, config.weights.chunk_bytes)
+            port = await connected.weight_server.start(config.trainer.host, config.trainer.port)
+            connected.publisher = Publisher(
+                channel,
+                connected.weight_server,
+                Source(TRANSPORT, join_address(config.trainer.advertise or config.trainer.host, port)),
+                run_id=config.run.name,
+                session=session,
+                config=config,
+                on_unit=lambda version, unit: _record_unit(records, version, unit),
+            )
+    except BaseException:
+        await connected.close()
+        raise
+    return connected
 
 
 async def _reach_head(channel: grpc.aio.Channel, address: str, deadline_s: float) -> None:
@@ -148,17 +171,24 @@ def _record_unit(records: Records, version: int, unit: pb.UnitWeights) -> None:
 
 def _resume(resume: str | None, run_dir: Path, learner: Learner, loader: Loader, exchange: Exchange) -> int:
     """Load the checkpoint asked for; returns the first iteration to run. Collective."""
-    directory = checkpoint.newest(run_dir / "checkpoints") if resume == "auto" else Path(resume) if resume else None
-    if directory is None:
-        return 0
-    state = checkpoint.read(directory)
-    learner.load(directory)
-    loader.load_state_dict(state.loader)
-    if exchange.rank == 0:
-        truncate_after(run_dir, state.iteration)
+    root = run_dir / "checkpoints"
+    left = earlier_run(run_dir)
+    if resume is None and left is not None:
+        raise UsageError(f"{left} is of an earlier run: go on with it (--resume auto), or give another --run-dir")
+    directory = checkpoint.newest(root) if resume == "auto" else Path(resume) if resume else None
+    iteration = 0
+    if directory is not None:
+        state = checkpoint.read(directory)
+        learner.load(directory)
+        loader.load_state_dict(state.loader)
+        iteration = state.iteration
+        logger.info("resumed from %s: iteration %d", directory, iteration)
+    exchange.gather_ints([])  # every rank has looked at what is there
+    if resume is not None and exchange.rank == 0:
+        checkpoint.discard_from(root, iteration, but=directory)
+        truncate_from(run_dir, iteration)
     exchange.gather_ints([])  # nobody appends before rank 0 has cut
-    logger.info("resumed from %s: iteration %d", directory, state.iteration)
-    return state.iteration
+    return iteration
 
 
 def _agree_on_session(exchange: Exchange) -> str:

@@ -11,6 +11,9 @@ from typing import Any
 class MicroStats:
     """Sums over the completion tokens of a micro-batch; `+` joins micro-batches, rounds and ranks.
 
+    Only tokens that were trained on are seen: without a KL term, samples of zero advantage have no gradient and are
+    left out of every sum here (they do count in the denominator).
+
     `gap_*` is |new - behaviour log-prob| over tokens of staleness 0; `entropy_sum` is the sum of -log-prob, whose
     mean estimates the policy's entropy; `seconds` is forward and backward.
     """

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.config import Config
-from services.errors import TrainingError
 from trainer.algorithms.aggregation import denominator
 from trainer.algorithms.stats import MicroStats, StepStats
 from trainer.data.batch import TrainSample
@@ -47,8 +46,11 @@ class _Status(NamedTuple):
 
 @dataclass(frozen=True)
 class IterationResult:
+    """`denominator` is the sum over steps and ranks of what losses were divided by."""
+
     rounds: int
     micro: MicroStats
+    denominator: float
     last_step: StepStats
 
 
@@ -80,17 +82,18 @@ class IterationRunner:
         self._micro = MicroStats()
         self._used = 0
         self._weight = 0.0
+        self._denominator = 0.0
         self._rounds = 0
         self._wait_s = 0.0
         self._train_s = 0.0
 
     def run(self) -> IterationResult:
-        """Raises `Stopped`, `GenerationError` and `TrainingError`."""
+        """Raises `Stopped`, or on every rank what failed on one: `GenerationError`, `RewardError`, `TrainingError`."""
         quotas = group_quotas(len(self._stream.request.prompts), self._config.pipeline.steps_per_iteration)
         for step, quota in enumerate(quotas):
             result = self._step(quota, may_stop=step == 0)
         self._tally.peak(wait_s=self._wait_s, train_s=self._train_s)
-        return IterationResult(self._rounds, self._micro, result)
+        return IterationResult(self._rounds, self._micro, self._denominator, result)
 
     def _step(self, quota: int, may_stop: bool) -> StepStats:
         """Rounds until every rank used its `quota` of groups, then one optimizer step."""
@@ -112,24 +115,21 @@ class IterationRunner:
         """Take complete groups up to `quota`; an error is returned, so that all ranks learn of it together."""
         try:
             self._backlog.extend(self._stream.drain())
+            while self._backlog and self._used < quota:
+                taken = self._intake.take(self._backlog.popleft())
+                self._used += 1
+                self._ready.extend(taken.ready)
+                self._weight += denominator(taken.counted, self._config)
         except Exception as error:
             return error
-        while self._backlog and self._used < quota:
-            taken = self._intake.take(self._backlog.popleft())
-            self._used += 1
-            self._ready.extend(taken.ready)
-            self._weight += denominator(taken.counted, self._config)
         return None
 
     def _agree(self, mine: _Status, error: Exception | None) -> tuple[list[_Status], list[list[int]]]:
         """All ranks' statuses and the lengths of their ready samples: metadata only."""
         rows = self._exchange.gather_ints([*map(int, mine), *(sample.tokens for sample in self._ready)])
         statuses = [_Status(*row[: len(_Status._fields)]) for row in rows]
-        if error is not None:
-            raise error
-        failed = [rank for rank, status in enumerate(statuses) if status.failed]
-        if failed:
-            raise TrainingError(f"rank {failed[0]} lost its samples; its own error says why")
+        if any(status.failed for status in statuses):
+            self._exchange.fail_together(error)
         return statuses, [row[len(_Status._fields) :] for row in rows]
 
     def _may_start(self, lengths: Sequence[Sequence[int]], all_in: bool) -> bool:
@@ -160,6 +160,7 @@ class IterationRunner:
         start = time.time()
         total = sum(row[0] for row in self._exchange.gather_floats([self._weight]))
         self._weight = 0.0
+        self._denominator += total
         stats = self._learner.step(total)
         self._trained("step", start)
         return stats

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from services.config import Config
+from services.errors import TrainingError
+from services.jsonlines import JsonLines
 from services.samples import Prompt, Sample, SamplingParams
+from services.transport.packing import Packer
 from trainer import checkpoint
 from trainer.algorithms.stats import MicroStats
 from trainer.data.loader import Loader, prompt_id, shard
@@ -25,7 +27,7 @@ from trainer.pipeline.report import RunReport
 from trainer.pipeline.schedule import min_version, open_until, staleness_bound
 from trainer.pipeline.tally import Tally
 from trainer.publish import Publisher, Snapshotter
-from trainer.records import Records
+from trainer.records import METRICS, Records
 from trainer.rollout import RolloutClient, Stream, StreamRequest
 from trainer.scoring import SampleScorer
 from trainer.service_loop import ServiceLoop
@@ -58,12 +60,13 @@ class TrainLoop:
     def __init__(self, parts: Parts, first_iteration: int) -> None:
         self._p = parts
         self._config = parts.config
-        self._iteration = first_iteration
+        self._first = self._iteration = first_iteration
         self._opened = first_iteration
         self._streams: dict[int, Stream] = {}
         self._snapshotter = Snapshotter(parts.learner.tensor_metas(), parts.config.weights.dtype)
-        self._publishing: Future[None] | None = None
-        self._report = RunReport(parts.config, parts.records)
+        self._cursors = {first_iteration: parts.loader.cursor}
+        earlier = JsonLines(parts.run_dir / METRICS).read()
+        self._report = RunReport(parts.config, parts.records, first_iteration, earlier)
         self._evaluator: Evaluator | None = None
         if parts.held_out is not None:
             self._evaluator = Evaluator(
@@ -85,7 +88,8 @@ class TrainLoop:
                 self._open_streams()
                 self._run_iteration()
                 self._between_iterations()
-            self._evaluate_now()
+            if self._iteration > self._first:
+                self._evaluate_now()
         except Stopped:
             pass  # all ranks agreed; what was finished is saved below
         directory = self._checkpoint()
@@ -110,6 +114,7 @@ class TrainLoop:
             )
             self._streams[iteration] = self._open(request, rows)
             self._opened = iteration + 1
+            self._cursors[self._opened] = self._p.loader.cursor
 
     def _open(self, request: StreamRequest, rows: dict[str, PromptItem]) -> Stream:
         async def score(sample: Sample) -> float | None:
@@ -146,34 +151,50 @@ class TrainLoop:
         ).run()
         tally.add(lost=intake.ledger.lost, duplicated=intake.ledger.duplicated + stream.assembler.duplicates)
         self._p.records.ledger(rows)
+        tally, result = self._over_ranks(tally, result)
+        if tally.sums["scored"] == 0:
+            self._nothing_trained(tally, intake.excluded)
         self._iteration += 1
+        del self._cursors[iteration]
         publish_s = self._publish()
-        self._report_iteration(iteration, tally, result, publish_s)
+        self._report.iteration(iteration, tally, result, publish_s)
 
-    def _report_iteration(self, iteration: int, tally: Tally, result: IterationResult, publish_s: float) -> None:
-        """Reduce over ranks and report. Collective."""
+    def _over_ranks(self, tally: Tally, result: IterationResult) -> tuple[Tally, IterationResult]:
+        """Collective."""
         vectors = self._p.exchange.gather_floats([*tally.vector(), *result.micro.vector()])
         cut = len(tally.vector())
         micro = MicroStats()
         for vector in vectors:
             micro += MicroStats.of(vector[cut:])
-        merged = Tally.merge([vector[:cut] for vector in vectors])
-        self._report.iteration(iteration, merged, IterationResult(result.rounds, micro, result.last_step), publish_s)
+        return Tally.merge([vector[:cut] for vector in vectors]), replace(result, micro=micro)
+
+    def _nothing_trained(self, tally: Tally, excluded: Sequence[str]) -> NoReturn:
+        """Raise `TrainingError` on every rank; one that has samples of its own names the first. Collective."""
+        counts = ", ".join(f"{tally.sums[name]:.0f} {name}" for name in ("failed", "unscored", "stale"))
+        error = TrainingError(
+            f"iteration {self._iteration}: no sample could be trained on ({counts}): {'; '.join(excluded)}"
+        )
+        self._p.exchange.fail_together(error if excluded else None)
 
     def _publish(self) -> float:
         """Copy the weights (collective) and hand them to the service loop; returns the seconds this took."""
         start = time.time()
-        if self._publishing is not None and self._publishing.done():
-            self._publishing.result()
         if self._p.publisher is None:
             for _tensor in self._p.learner.weights():
                 pass
             return time.time() - start
-        snapshot = self._snapshotter.take(self._iteration, self._p.learner.weights())
-        self._publishing = self._p.services.start(self._p.publisher.publish(snapshot))
+        packer = self._snapshotter.take(self._iteration, self._p.learner.weights())
+        self._p.services.start(self._hand_over(self._p.publisher, packer))
         end = time.time()
         self._p.records.span("trainer/0", "publish", start, end, self._iteration - 1)
         return end - start
+
+    async def _hand_over(self, publisher: Publisher, packer: Packer) -> None:
+        """Without new weights no new samples come: what is waited for ends with the reason."""
+        try:
+            await publisher.publish(packer)
+        except Exception as error:
+            self._p.client.fail(error)
 
     def _between_iterations(self) -> None:
         every = self._config.eval.every
@@ -182,9 +203,9 @@ class TrainLoop:
             if every and self._iteration % every == 0 and not last:
                 self._evaluator.start(self._iteration)
             self._evaluator.settle()
+        self._p.records.flush()
         if self._iteration % self._config.checkpoint.every == 0 and not last:
             self._checkpoint()
-        self._p.records.flush()
 
     def _evaluate_now(self) -> None:
         if self._evaluator is None:
@@ -202,12 +223,15 @@ class TrainLoop:
         start = time.time()
         root = self._p.run_dir / "checkpoints"
         directory = checkpoint.step_directory(root, self._iteration)
+        if checkpoint.finished(directory):
+            return directory  # a stop, or a resume, right after it was written
+        if self._p.exchange.rank == 0:
+            checkpoint.begin(directory)
         self._p.learner.save(directory)
         self._p.exchange.gather_ints([])  # every rank has written its part
         if self._p.exchange.rank == 0:
-            cursor = self._iteration * self._config.pipeline.prompts_per_iteration
-            loader = {**self._p.loader.state_dict(), "cursor": cursor}
-            checkpoint.finish(directory, checkpoint.TrainerState(self._iteration, loader, self._config.run.seed))
+            loader = {**self._p.loader.state_dict(), "cursor": self._cursors[self._iteration]}
+            checkpoint.finish(directory, checkpoint.TrainerState(self._iteration, loader))
             checkpoint.prune(root, self._config.checkpoint.keep)
         self._lane(f"trainer/{self._p.exchange.rank}")("checkpoint", start, time.time())
         return directory

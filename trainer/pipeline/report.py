@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from services import metrics
@@ -12,41 +14,51 @@ from trainer.pipeline.iteration import IterationResult
 from trainer.pipeline.tally import Tally
 from trainer.records import Records
 
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+_COUNTED = ("unscored", "failed", "stale", "lost", "duplicated", "groups", "zero_advantage_groups")
 _REWARD_WINDOW = 5
 """Iterations averaged for `reward_start` and `reward_end`."""
 
 
 class RunReport:
-    """Fed with values already reduced over ranks."""
+    """Fed with values already reduced over ranks.
 
-    def __init__(self, config: Config, records: Records) -> None:
+    A row's `iteration_s` is all the time since the row before: waiting, training, publishing, and evaluations and
+    checkpoints in between. `train_s` is forward, backward and step, `wait_s` the time in which no round could start
+    because samples were missing (both of the slowest rank), and `bubble_share` is `wait_s` / `iteration_s`: waiting
+    for another rank's training is in neither. `publish_s` is the copying of weights, which training waits for.
+    `loss` is the objective; `kl`, `entropy`, `clip_share` and `logprob_gap_*` are means (`_max`: the largest) over the
+    `tokens_trained`, those of samples with a gradient (`MicroStats`).
+    """
+
+    def __init__(self, config: Config, records: Records, first_iteration: int, earlier: Sequence[Row]) -> None:
+        """`earlier`: the rows of the lives that a resumed run goes on from; they count in the summary."""
         self._config = config
         self._records = records
-        self._started = time.time()
-        self._last = self._started
-        self._rewards: list[float] = []
-        self._accuracies: list[float] = []
-        self._sums: dict[str, float] = {}
-        self._staleness_max = 0.0
-        self._gap_max = 0.0
-        self._wait_s = 0.0
+        self._first_iteration = first_iteration
+        self._started = self._last = time.time()
+        self._earlier_s = sum(row["iteration_s"] for row in earlier if row["kind"] == "iteration")
+        self._iterations = [row for row in earlier if row["kind"] == "iteration"]
+        self._evaluations = [row for row in earlier if row["kind"] == "eval"]
 
     def iteration(self, iteration: int, tally: Tally, result: IterationResult, publish_s: float) -> None:
-        """`iteration` has just ended, its weights were handed to publishing in `publish_s` seconds."""
+        """`iteration` has just ended, its weights were copied in `publish_s` seconds."""
         now = time.time()
         seconds, self._last = now - self._last, now
         micro, sums, peaks = result.micro, tally.sums, tally.maxima
         tokens_trained = max(micro.tokens, 1)
-        reward = tally.mean("reward", "scored")
-        row: dict[str, Any] = {
+        row: Row = {
             "kind": "iteration",
             "iteration": iteration,
             "iterations": self._config.pipeline.iterations,
             "time": now,
             "version": iteration + 1,
-            "reward": reward,
+            "reward": tally.mean("reward", "scored"),
             "samples": int(sums["samples"]),
             "tokens": int(sums["tokens"]),
+            "tokens_trained": micro.tokens,
             "samples_per_s": sums["samples"] / seconds,
             "tokens_per_s": sums["tokens"] / seconds,
             "iteration_s": seconds,
@@ -57,7 +69,7 @@ class RunReport:
             "bubble_share": min(1.0, peaks["wait_s"] / seconds),
             "staleness_max": max(0, int(peaks["staleness"])) if sums["samples"] else 0,
             "staleness_mean": tally.mean("staleness", "samples"),
-            "loss": micro.loss_sum / tokens_trained,
+            "loss": micro.loss_sum / result.denominator if result.denominator else 0.0,
             "grad_norm": result.last_step.grad_norm,
             "lr": result.last_step.lr,
             "kl": micro.kl_sum / tokens_trained,
@@ -68,13 +80,10 @@ class RunReport:
             "length_mean": tally.mean("tokens", "samples"),
             "length_max": max(0, int(peaks["length"])) if sums["samples"] else 0,
             "rounds": result.rounds,
-            **{
-                name: int(sums[name])
-                for name in ("unscored", "failed", "stale", "lost", "duplicated", "groups", "zero_advantage_groups")
-            },
+            **{name: int(sums[name]) for name in _COUNTED},
         }
         self._records.metrics(row)
-        self._count(row, tally)
+        self._iterations.append(row)
         _to_prometheus(row)
 
     def begin(self) -> None:
@@ -82,73 +91,81 @@ class RunReport:
         self._last = time.time()
 
     def evaluation(self, iteration: int, result: EvalResult) -> None:
-        self._accuracies.append(result.accuracy)
-        metrics.TRAINER_ACCURACY.set(result.accuracy)
+        """`accuracy` is of what could be scored: None when that is nothing."""
+        if result.missing:
+            logger.warning("evaluation of v%d: %d samples have no score", result.version, result.missing)
+        if result.accuracy is not None:
+            metrics.TRAINER_ACCURACY.set(result.accuracy)
         samples = max(result.samples, 1)
-        self._records.metrics(
-            {
-                "kind": "eval",
-                "iteration": iteration,
-                "time": time.time(),
-                "version": result.version,
-                "accuracy": result.accuracy,
-                "reward": result.reward / samples,
-                "samples": int(result.samples),
-                "missing": int(result.missing),
-                "length_mean": result.tokens / samples,
-            }
-        )
+        row: Row = {
+            "kind": "eval",
+            "iteration": iteration,
+            "time": time.time(),
+            "version": result.version,
+            "accuracy": result.accuracy,
+            "reward": result.reward / samples,
+            "samples": int(result.samples),
+            "missing": int(result.missing),
+            "length_mean": result.tokens / samples,
+        }
+        self._records.metrics(row)
+        self._evaluations.append(row)
 
     def finish(self, *, iterations: int, finished: bool) -> None:
-        """Write summary.json. Rates are over the whole run, evaluations included."""
-        wall_s = time.time() - self._started
-        rewards = self._rewards
-        head, tail = rewards[:_REWARD_WINDOW], rewards[-_REWARD_WINDOW:]
+        """Write summary.json, which covers all lives of a resumed run.
+
+        `wall_s` is this life's, plus the iterations that earlier ones did before the checkpoint; rates are over all of
+        it, evaluations included. `bubble_share` is over iterations alone. `accuracy_end` is None when nothing was
+        evaluated after the start.
+        """
+        wall_s = time.time() - self._started + self._earlier_s
+        rewards = [row["reward"] for row in self._iterations]
+        accuracies = [row["accuracy"] for row in self._evaluations]
+        samples, tokens = self._sum("samples"), self._sum("tokens")
         self._records.summary(
             {
                 "finished": finished,
                 "mode": self._config.pipeline.mode,
                 "seed": self._config.run.seed,
                 "iterations": iterations,
+                "resumed_at": self._first_iteration or None,
                 "wall_s": wall_s,
-                "accuracy_start": self._accuracies[0] if self._accuracies else None,
-                "accuracy_end": self._accuracies[-1] if self._accuracies else None,
-                "reward_start": sum(head) / len(head) if head else None,
-                "reward_end": sum(tail) / len(tail) if tail else None,
-                "samples": int(self._sums.get("samples", 0)),
-                "tokens": int(self._sums.get("tokens", 0)),
-                "samples_per_s": self._sums.get("samples", 0) / wall_s,
-                "tokens_per_s": self._sums.get("tokens", 0) / wall_s,
-                "staleness_max": int(self._staleness_max),
-                "samples_lost": int(self._sums.get("lost", 0)),
-                "samples_duplicated": int(self._sums.get("duplicated", 0)),
-                "samples_unscored": int(self._sums.get("unscored", 0)),
-                "samples_failed": int(self._sums.get("failed", 0)),
-                "samples_stale": int(self._sums.get("stale", 0)),
-                "bubble_share": min(1.0, self._wait_s / wall_s),
-                "logprob_gap_max": self._gap_max,
+                "accuracy_start": accuracies[0] if accuracies else None,
+                "accuracy_end": accuracies[-1] if len(accuracies) > 1 else None,
+                "reward_start": _mean(rewards[:_REWARD_WINDOW]),
+                "reward_end": _mean(rewards[-_REWARD_WINDOW:]),
+                "samples": samples,
+                "tokens": tokens,
+                "samples_per_s": samples / wall_s,
+                "tokens_per_s": tokens / wall_s,
+                "staleness_max": max((row["staleness_max"] for row in self._iterations), default=0),
+                "samples_lost": self._sum("lost"),
+                "samples_duplicated": self._sum("duplicated"),
+                "samples_unscored": self._sum("unscored"),
+                "samples_failed": self._sum("failed"),
+                "samples_stale": self._sum("stale"),
+                "bubble_share": min(1.0, self._sum("wait_s") / max(self._sum("iteration_s"), 1e-9)),
+                "logprob_gap_max": max((row["logprob_gap_max"] for row in self._iterations), default=0.0),
             }
         )
 
-    def _count(self, row: dict[str, Any], tally: Tally) -> None:
-        self._rewards.append(row["reward"])
-        self._staleness_max = max(self._staleness_max, row["staleness_max"])
-        self._gap_max = max(self._gap_max, row["logprob_gap_max"])
-        self._wait_s += row["wait_s"]
-        for name, value in tally.sums.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
+    def _sum(self, key: str) -> Any:
+        return sum(row[key] for row in self._iterations)
 
 
-def _to_prometheus(row: dict[str, Any]) -> None:
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _to_prometheus(row: Row) -> None:
     metrics.TRAINER_ITERATION.set(row["iteration"] + 1)
     metrics.TRAINER_REWARD.set(row["reward"])
     metrics.TRAINER_STALENESS.set(row["staleness_max"])
     metrics.TRAINER_LOGPROB_GAP.set(row["logprob_gap_max"])
-    metrics.TRAINER_TOKENS.inc(row["tokens"])
+    metrics.TRAINER_TOKENS.inc(row["tokens_trained"])
     metrics.TRAINER_ITERATION_SECONDS.observe(row["iteration_s"])
     metrics.TRAINER_WAIT_SECONDS.observe(row["wait_s"])
     metrics.TRAINER_TRAIN_SECONDS.observe(row["train_s"])
-    metrics.TRAINER_PUBLISH_SECONDS.observe(row["publish_s"])
     excluded = {name: row[name] for name in ("unscored", "failed", "stale")}
     for outcome, count in {**excluded, "trained": row["samples"] - row["unscored"] - row["stale"]}.items():
         metrics.TRAINER_SAMPLES.labels(outcome).inc(count)

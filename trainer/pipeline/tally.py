@@ -68,5 +68,9 @@ class Tally:
 
     @property
     def generation_s(self) -> float:
-        """From the first sample's start to the last one's end, seconds."""
+        """From the first sample's start to the last one's end, seconds, by the units' clocks.
+
+        In async mode the samples of an iteration start while an earlier one trains, so that this may exceed the
+        iteration's own time.
+        """
         return max(0.0, self.maxima["finished_at"] + self.maxima["started_before"]) if self.sums["samples"] else 0.0
