@@ -62,7 +62,23 @@ def adopt_orphans() -> None:
 
 def descendants(pid: int) -> list[int]:
     """Every living process below `pid`, parents first. Zombies do not count."""
-    children: dict[int, list[int]] = {}
+    below = _by_parent()
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        more = below.get(pending.pop(), [])
+        found += more
+        pending += more
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """The living processes that `pid` itself started."""
+    return _by_parent().get(pid, [])
+
+
+def _by_parent() -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -71,21 +87,15 @@ def descendants(pid: int) -> list[int]:
         except OSError:
             continue
         if fields[0] not in "ZX":
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: list[int] = []
-    pending = [pid]
-    while pending:
-        below = children.get(pending.pop(), [])
-        found += below
-        pending += below
+            found.setdefault(int(fields[1]), []).append(int(entry.name))
     return found
 
 
-def kill_all(pids: list[int]) -> None:
-    """SIGKILL each; one that is gone already is fine."""
+def signal_all(pids: list[int], sig: signal.Signals) -> None:
+    """Send `sig` to each; one that is gone already is fine."""
     for pid in pids:
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, sig)
         except ProcessLookupError:
             continue
 

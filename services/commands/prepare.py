@@ -13,7 +13,7 @@ from services import processes
 from services.config import Config
 from services.launch.prepare import prepare_model
 from services.launch.rundir import RunDir
-from services.launch.supervisor import Interrupts
+from services.launch.supervisor import Interrupts, reap_all
 from services.progress import make_view
 
 
@@ -22,6 +22,9 @@ def prepare_and_print(config: Config, config_path: Path, overrides: Sequence[str
     processes.adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="streamrl-prepare-") as scratch, Interrupts() as interrupts:
         run = RunDir.open(Path(scratch))
-        with make_view(Console(stderr=True)) as view:
-            model = prepare_model(run, config_path, overrides, config, view, interrupts)
+        try:
+            with make_view(Console(stderr=True)) as view:
+                model = prepare_model(run, config_path, overrides, config, view, interrupts)
+        finally:
+            reap_all()
     typer.echo(str(model))

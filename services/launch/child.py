@@ -50,6 +50,11 @@ class Child:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    def wait(self) -> None:
+        """Collect it; it must be ending already."""
+        if self._process is not None:
+            self._process.wait()
+
     def terminate(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from services import processes
 from services.config import Config
 from services.errors import EXIT_FAILED, EXIT_USAGE, StreamRLError, UsageError
 from services.jsonlines import JsonLines
 from services.launch.child import Child, child_environment, describe_exit, last_error, python_module
 from services.launch.rundir import RunDir
-from services.launch.supervisor import Interrupts, reap_all
+from services.launch.supervisor import Interrupts
 from services.progress import View
 
 _POLL_S = 0.05
@@ -81,4 +83,6 @@ def _stop(child: Child) -> None:
     deadline = time.monotonic() + _STOP_GRACE_S
     while child.running() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    reap_all(child)
+    if child.running() and child.pid is not None:
+        processes.signal_all([*processes.descendants(child.pid), child.pid], signal.SIGKILL)
+        child.wait()

@@ -15,7 +15,7 @@ from services.errors import StreamRLError
 from services.launch.child import Child, child_environment, python_module, read_json
 from services.launch.prepare import prepare_model
 from services.launch.rundir import RunDir, with_model
-from services.launch.supervisor import Interrupts, Outcome, Service, Supervisor
+from services.launch.supervisor import STOP_GRACE_S, Interrupts, Outcome, Service, Supervisor, stop_everything
 from services.metrics import require_safe_metrics
 from services.progress import View, make_view
 from services.rpc import Credentials, require_safe_address
@@ -31,9 +31,16 @@ def run_all(config: Config, config_path: Path, overrides: Sequence[str], run: Ru
     with Interrupts() as interrupts:
         with make_view(console) as view:
             view.note(f"run directory: {run.path}")
-            config = _prepared(config, config_path, overrides, run, view, interrupts)
-            trainer = trainer_service(run, config, None, single_host=True)
+            run.write_config(config)
             head = head_service(run, config)
+            head.child.start()  # beside the preparation: it needs no model, and units can attach at once afterwards
+            try:
+                config = _prepared(config, config_path, overrides, run, view, interrupts)
+            except BaseException as error:
+                run.ended.write_text(f"{error}\n")
+                stop_everything([head.child], interrupts)
+                raise
+            trainer = trainer_service(run, config, None, single_host=True)
             units = [unit_service(run, config, f"unit-{index}") for index in range(config.sgs.units)]
             outcome = Supervisor(run, view, interrupts, trainer, head, units).supervise()
         conclude(run, console)
@@ -146,6 +153,7 @@ def trainer_service(
     for path in (meeting, store):
         path.unlink(missing_ok=True)
     env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "STREAMRL_STORE": str(store)}
+    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = f"{STOP_GRACE_S:.0f}"  # its own half minute is for ranks that can save
     if single_host:
         env["GLOO_SOCKET_IFNAME"] = "lo"
     command = [

@@ -76,7 +76,9 @@ class RunDir:
 
     def write_config(self, config: Config) -> None:
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        self.config.write_text("# As this run used it: defaults, overrides and the prepared model filled in.\n" + text)
+        partial = self.config.with_name(f"{self.config.name}.partial")
+        partial.write_text("# As this run used it: defaults, overrides and the prepared model filled in.\n" + text)
+        partial.replace(self.config)
 
 
 def with_model(config: Config, model: Path) -> Config:

@@ -20,7 +20,9 @@ from services.progress import View
 
 HEAD_READY_S = 60.0
 CHECKPOINT_GRACE_S = 20.0
+"""For a trainer that its user stopped: it finishes what it is at and saves."""
 STOP_GRACE_S = 4.0
+"""For everything else, ranks that outlive another one included: there is nothing left to save."""
 _POLL_S = 0.1
 _EXIT_BY_SIGNAL = 128
 
@@ -89,6 +91,7 @@ class Supervisor:
         self._units = units
         self._rows = JsonLines(run.metrics)
         self._rows.read()  # an earlier life of this run directory is not news
+        self._trained = False
 
     def supervise(self) -> Outcome:
         """Run to the end; when this returns no process of the run is left."""
@@ -98,19 +101,20 @@ class Supervisor:
             self._run.ended.write_text(f"the supervisor failed: {error!r}\n")
             raise
         finally:
-            stop_everything(self._trainer, self._units, self._head, self._interrupts)
+            stop_everything(self._children(), self._interrupts)
         self._show()
         return outcome
 
     def _until_over(self) -> Outcome:
         if self._head is not None:
-            self._head.child.start()
+            if self._head.child.pid is None:
+                self._head.child.start()
             outcome = self._await_head(self._head)
             if outcome is not None:
                 return self._end(outcome)
+        self._trainer.start(*self._trainer_arguments())  # first: it takes longest until it can work
         for unit in self._units:
             unit.child.start(*unit.arguments())
-        self._trainer.start(*self._trainer_arguments())
         while True:
             outcome = self._check()
             if outcome is not None:
@@ -179,10 +183,20 @@ class Supervisor:
     def _end(self, outcome: Outcome) -> Outcome:
         self._run.ended.write_text((outcome.message or "the run is complete") + "\n")
         if self._trainer.running() and self._interrupts.received:
-            self._view.note("stopping: the trainer writes its checkpoint (Ctrl-C again to kill it)")
-            self._trainer.terminate()
+            what = "the trainer writes its checkpoint" if self._trained else "nothing is trained yet"
+            self._view.note(f"stopping: {what} (Ctrl-C again to kill it)")
+            self._ask_ranks_to_stop()
             self._wait_for_checkpoint()
         return outcome
+
+    def _ask_ranks_to_stop(self) -> None:
+        """Not through the launcher, which gives its ranks only `STOP_GRACE_S` once it is told to stop."""
+        pid = self._trainer.pid
+        ranks = processes.children(pid) if pid is not None else []
+        if ranks:
+            processes.signal_all(ranks, signal.SIGTERM)
+        else:
+            self._trainer.terminate()
 
     def _wait_for_checkpoint(self) -> None:
         """The services stay up meanwhile: the trainer may still be publishing or collecting."""
@@ -194,11 +208,14 @@ class Supervisor:
     def _units_and_head(self) -> list[Service]:
         return [*self._units, *([self._head] if self._head else [])]
 
+    def _children(self) -> list[Child]:
+        return [*(service.child for service in self._units_and_head()), self._trainer]
+
     def _show(self) -> None:
         for row in self._rows.read():
+            self._trained = True
             self._view.row(row)
-        children = [*(service.child for service in self._units_and_head()), self._trainer]
-        self._view.services([(child.name, _state(child)) for child in children])
+        self._view.services([(child.name, _state(child)) for child in self._children()])
 
 
 def _state(child: Child) -> str:
@@ -206,25 +223,20 @@ def _state(child: Child) -> str:
     return f"{state}, restarted {child.restarts}x" if child.restarts else state
 
 
-def stop_everything(trainer: Child, units: Sequence[Service], head: Service | None, interrupts: Interrupts) -> None:
-    """End every child, units before the head, within seconds, and whatever else lives below this process."""
-    trainer.terminate()
-    for group in ([unit.child for unit in units], [head.child] if head else []):
-        for child in group:
-            child.terminate()
-        deadline = time.monotonic() + STOP_GRACE_S
-        while any(child.running() for child in group) and time.monotonic() < deadline and len(interrupts.received) < 2:
-            time.sleep(_POLL_S / 2)
-    reap_all(trainer, *(service.child for service in (*units, *([head] if head else []))))
+def stop_everything(children: Sequence[Child], interrupts: Interrupts) -> None:
+    """End `children` within `STOP_GRACE_S`, and then whatever else lives below this process."""
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + STOP_GRACE_S
+    while any(child.running() for child in children) and time.monotonic() < deadline and len(interrupts.received) < 2:
+        time.sleep(_POLL_S / 2)
+    reap_all(*children)
 
 
 def reap_all(*children: Child) -> None:
     """SIGKILL all that is left below this process, and collect it."""
-    while True:
-        left = processes.descendants(os.getpid())
-        if not left:
-            break
-        processes.kill_all(left)
+    while left := processes.descendants(os.getpid()):
+        processes.signal_all(left, signal.SIGKILL)
         time.sleep(0.02)
     for child in children:
         child.exit_code()
