@@ -18,7 +18,7 @@ class StreamBacklog:
         self.name = name
         self.min_version = -1
         self.samples = 0
-        self.longest = 0
+        self.longest = 0  # no queued sample has more tokens
         self._order = order
         self._sorted: list[tuple[Key, QueuedGroup]] = []
         self._groups: dict[tuple[str, str], QueuedGroup] = {}
@@ -44,6 +44,7 @@ class StreamBacklog:
             group = replace(like, ks=[k], avoid=avoid, home="")
             self._groups[group.prompt_id, avoid] = group
             bisect.insort(self._sorted, (self._order(group), group), key=lambda item: item[0])
+            self.longest = max(self.longest, group.tokens)
         self.samples += 1
 
     def take(self, assignment: Assignment) -> None:

@@ -158,11 +158,13 @@ class Head:
         self.schedule()
 
     def receive(self, link: UnitLink, event: pb.UnitEvent) -> None:
-        """Take what an attached unit says."""
+        """Take what a unit says. From one that counts as lost, only samples do: they are as good as any copy."""
         link.last_seen = now = self.clock()
         kind = event.WhichOneof("event")
         if kind == "finished":
             self._finished(link, event.finished, now)
+        elif self.units.get(link.unit_id) is not link:
+            return
         elif kind == "heartbeat":
             link.heartbeat, link.heartbeat_at = event.heartbeat, now
         elif kind == "weights":

@@ -310,6 +310,7 @@ class Ledger(Generic[Payload]):
                         f"sample {entry.id}: {group.prompt_tokens} prompt + {group.max_tokens} completion tokens do "
                         f"not fit: the largest unit holds {limit}",
                     )
+            backlog.longest = limit
 
     # ------------------------------------------------------------------ what comes out
 

@@ -65,7 +65,10 @@ class HeadLink:
         self._call.cancel()
 
     async def _end(self) -> Exception:
-        code = await asyncio.wait_for(self._call.code(), self._deadline_s)
+        try:
+            code = await asyncio.wait_for(self._call.code(), self._deadline_s)
+        except asyncio.TimeoutError:
+            return HeadLostError(f"its stream broke, and it gave no status for {self._deadline_s:g} s")
         details = await self._call.details()
         if code in _FINAL:
             return GenerationError(f"head {self._address} turned this unit away: {code.name}: {details}")

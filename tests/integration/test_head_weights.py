@@ -161,6 +161,24 @@ def test_head_weights_word_about_an_older_session_does_not_count_for_the_same_nu
     asyncio.run(scenario())
 
 
+def test_head_weights_word_of_an_attachment_that_is_over_does_not_count() -> None:
+    async def scenario() -> None:
+        async with head_and_peers() as (server, peers):
+            rank, head = peers.rank(), server.head
+            await peers.unit("u0")
+            before = head.units["u0"]
+            await rank.publish(4)
+            staged = pb.UnitEvent(weights=W(version=4, transfer_id="ts1-4", state=W.STAGED))
+            head.lose(before, "silent")
+            head.receive(before, staged)
+            again = await peers.unit("u0")
+            await until(lambda: len(again.staged) == 1)
+            head.receive(before, staged)
+            assert head.versions.units["u0"].state is versions.WeightState.STAGING
+
+    asyncio.run(scenario())
+
+
 def test_head_weights_reattached_unit_with_the_current_version_needs_nothing() -> None:
     async def scenario() -> None:
         async with head_and_peers() as (_server, peers):

@@ -127,6 +127,19 @@ def test_ledger_an_ended_stream_waits_for_its_acknowledgement_no_longer_than_for
     assert again.all_sent and read(again) == []
 
 
+def test_ledger_a_sample_that_came_back_and_fits_no_unit_left_fails() -> None:
+    book = ledger()
+    rank = book.open(request(["a"], n=1), 0.0)
+    tokens = book.plannable(0.0)[0].longest
+    plan(book, ["u"], 0.0)
+    book.fail_unfit(tokens - 1)
+    assert read(rank) == [] and book.running() == 1
+    book.unit_lost("u")
+    book.fail_unfit(tokens - 1)
+    (failure,) = rank.deliver(len, 100).failures
+    assert failure.code is FailureCode.DOES_NOT_FIT and rank.all_sent
+
+
 def test_ledger_overdue_samples_move_on_and_then_fail() -> None:
     book = ledger(max_attempts=2)
     rank = book.open(request(["a"], n=1), 0.0)
