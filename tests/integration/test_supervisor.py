@@ -67,6 +67,7 @@ class Running:
 
     process: subprocess.Popen[str]
     run: Path
+    said: str = ""
 
     def log(self, name: str) -> str:
         path = self.run / "logs" / f"{name}.log"
@@ -81,7 +82,7 @@ class Running:
         return found[0]
 
     def wait(self) -> tuple[int, str]:
-        out, _err = self.process.communicate(timeout=DEADLINE_S)
+        out, self.said = self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode, out.strip()
 
 
@@ -145,6 +146,7 @@ def test_services_that_die_are_replaced_and_ctrl_c_saves_first(tmp_path: Path) -
         assert code == 130
         assert message == "stopped by Ctrl-C"
         assert saved.read_text() == "saved"
+        assert "stopping: nothing is trained yet" in running.said
         assert gone(below)
         for name in ("head", "unit-0", "unit-1"):
             assert f"{name}: ended: stopped by Ctrl-C" in running.log(name)
