@@ -55,9 +55,12 @@ def serve_unit(config: Config, head_address: str, unit_id: str | None, ready_fil
     metrics = join_address(
         config.metrics.host, serve_metrics(config.metrics.host, 0, f"{unit_id} metrics", config.security.tls)
     )
-    _announce(ready_file, address=unit_id, port=0, metrics=metrics)
     agent = UnitAgent(config, make_engine(config), head_address, unit_id, credentials, metrics)
-    _serve(unit_id, agent.run)
+
+    def announce() -> None:
+        _announce(ready_file, address=unit_id, port=0, metrics=metrics)
+
+    _serve(unit_id, lambda stop, why: agent.run(stop, why, announce))
 
 
 def _begin(role: str) -> None:

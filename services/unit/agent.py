@@ -68,14 +68,22 @@ class UnitAgent:
             config.weights.max_bytes,
         )
 
-    async def run(self, stop: asyncio.Event, why: Callable[[], str] = lambda: "told to stop") -> None:
+    async def run(
+        self,
+        stop: asyncio.Event,
+        why: Callable[[], str] = lambda: "told to stop",
+        started: Callable[[], None] = lambda: None,
+    ) -> None:
         """Serve until `stop` is set; `why` is then asked for the reason that the head is told.
+
+        `started` is called once the engine can work.
 
         Raises `GenerationError` when the head turns this unit away or cannot be reached for `sgs.reconnect_s` seconds,
         `EngineError` when the engine died, and whatever `Engine.start` raises.
         """
         self._why = why
         capacity = await self._engine.start()
+        started()
         self._engine.failed.add_done_callback(lambda _failed: self._wake.set())
         try:
             await self._keep_attached(capacity, stop)
