@@ -30,9 +30,18 @@ class Interrupted(StreamRLError):
 
 
 def prepare_model(
-    run: RunDir, config_path: Path, overrides: Sequence[str], config: Config, view: View, interrupts: Interrupts
+    run: RunDir,
+    config_path: Path,
+    overrides: Sequence[str],
+    config: Config,
+    view: View,
+    interrupts: Interrupts,
+    head: Child | None = None,
 ) -> Path:
-    """The directory of the prepared model. Raises what the preparation failed with, as one line."""
+    """The directory of the prepared model. Raises what the preparation failed with, as one line.
+
+    A `head` that runs beside it and cannot be used ends it early, with the head's words.
+    """
     log = run.logs / "prepare.log"
     child = Child(
         "prepare",
@@ -44,7 +53,7 @@ def prepare_model(
     lines = JsonLines(log, before)
     child.start()
     try:
-        return _follow(child, lines, view, interrupts)
+        return _follow(child, lines, view, interrupts, head)
     finally:
         _stop(child)
 
@@ -55,7 +64,7 @@ def prepare_command(config_path: Path, overrides: Sequence[str]) -> list[str]:
     )
 
 
-def _follow(child: Child, lines: JsonLines, view: View, interrupts: Interrupts) -> Path:
+def _follow(child: Child, lines: JsonLines, view: View, interrupts: Interrupts, head: Child | None) -> Path:
     last: dict[str, Any] = {}
     while True:
         code = child.exit_code()  # before reading, so that nothing it wrote is missed
@@ -65,6 +74,8 @@ def _follow(child: Child, lines: JsonLines, view: View, interrupts: Interrupts) 
                 view.warmup(int(event["step"]), int(event["steps"]), event.get("loss"))
         if interrupts.received:
             raise Interrupted(interrupts)
+        if head is not None and head.exit_code() == EXIT_USAGE:
+            raise UsageError(last_error(head.log) or f"head {describe_exit(EXIT_USAGE)} (see {head.log})")
         if code is not None:
             break
         time.sleep(_POLL_S)

@@ -35,7 +35,7 @@ def run_all(config: Config, config_path: Path, overrides: Sequence[str], run: Ru
             head = head_service(run, config)
             head.child.start()  # beside the preparation: it needs no model, and units can attach at once afterwards
             try:
-                config = _prepared(config, config_path, overrides, run, view, interrupts)
+                config = _prepared(config, config_path, overrides, run, view, interrupts, head.child)
             except BaseException as error:
                 run.ended.write_text(f"{error}\n")
                 stop_everything([head.child], interrupts)
@@ -106,10 +106,16 @@ def _value(name: str, value: object, form: str, unit: str) -> str:
 
 
 def _prepared(
-    config: Config, config_path: Path, overrides: Sequence[str], run: RunDir, view: View, interrupts: Interrupts
+    config: Config,
+    config_path: Path,
+    overrides: Sequence[str],
+    run: RunDir,
+    view: View,
+    interrupts: Interrupts,
+    head: Child | None = None,
 ) -> Config:
     """`config` with the prepared model, written to the run directory for every child to read."""
-    model = prepare_model(run, config_path, overrides, config, view, interrupts)
+    model = prepare_model(run, config_path, overrides, config, view, interrupts, head)
     config = with_model(config, model)
     run.write_config(config)
     return config
