@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _COMMIT = {"boundary": pb.COMMIT_POLICY_BOUNDARY, "immediate": pb.COMMIT_POLICY_IMMEDIATE}
 _SETTLED = (pb.UnitWeights.COMMITTED, pb.UnitWeights.FAILED)
-_POLL_S = 30.0
+_POLL_S = 2.0  # a head that knows of no version waits as long before it says so
 _WATCH_S = 1.0
 _RETRY_S = 0.5
 
