@@ -84,8 +84,9 @@ def warm_up(
 ) -> None:
     """Supervised training on the completions, in place; calls `progress(step, loss)` after each step.
 
-    A batch holds examples of about one length. The learning rate rises over the first twentieth and falls to a tenth
-    along a cosine. Raises `TrainingError` when the loss is not finite.
+    A batch holds examples of about one length, and every completion token of the run weighs the same, so that the
+    model learns how often each kind of example comes. The learning rate rises over the first twentieth and falls to
+    a tenth along a cosine. Raises `TrainingError` when the loss is not finite.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01)
     rise = max(1, config.steps // 20)
@@ -98,9 +99,10 @@ def warm_up(
         [rise],
     )
     batches = _batches(examples, config.batch_size, random.Random(seed))
+    tokens = config.batch_size * sum(len(tokens) - prompt for tokens, prompt in examples) / len(examples)
     model.train()
     for step in range(1, config.steps + 1):
-        loss = _loss(model, next(batches))
+        loss = _loss(model, next(batches)) / tokens
         value = loss.item()
         if value != value or value == float("inf"):
             raise TrainingError(f"warm-up: the loss is {value} at step {step}; lower warmup.lr")
@@ -125,6 +127,7 @@ def _batches(examples: Sequence[Example], size: int, rng: random.Random) -> Iter
 
 
 def _loss(model: Any, batch: Sequence[Example]) -> torch.Tensor:
+    """Sum over the completion tokens."""
     longest = max(len(tokens) for tokens, _ in batch)
     inputs = torch.full((len(batch), longest), model.config.pad_token_id)
     labels = torch.full((len(batch), longest), IGNORED)
@@ -133,4 +136,6 @@ def _loss(model: Any, batch: Sequence[Example]) -> torch.Tensor:
         labels[row, prompt_tokens : len(tokens)] = torch.tensor(tokens[prompt_tokens:])
     # Padding is on the right, where causal attention never looks from a real token.
     logits = model(input_ids=inputs).logits[:, :-1]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+    )

@@ -1,60 +1,59 @@
 from __future__ import annotations
 
-from itertools import pairwise
+import re
 from statistics import median, quantiles
 
 import pytest
 
-from trainer.tasks.addition import examples, reward, rows
+from trainer.tasks.addition import GUESSED, examples, reward, rows
 
 
-def next_hundred(prompt: str) -> tuple[int, int]:
-    """The answer and how many additions it takes, one by one."""
-    value, step = map(int, prompt.rstrip(":").split("+"))
-    additions = 0
-    hundred = value - value % 100 + 100
-    while value < hundred:
-        value += step
-        additions += 1
-    return value, additions
+def last_digit(prompt: str) -> tuple[str, int]:
+    """The answer and the number of additions, by another way than the task's."""
+    start, step, additions = map(int, re.findall(r"\d+", prompt))
+    return str(start + step * additions)[-1], additions
 
 
-def test_worked_examples_are_right() -> None:
-    for prompt, completion in examples(300, 0):
-        answer, additions = next_hundred(prompt)
+def test_worked_demonstrations_are_right_step_by_step() -> None:
+    worked = [(prompt, completion) for prompt, completion in examples(300, 0) if ":" in completion]
+    for prompt, completion in worked:
+        answer, additions = last_digit(prompt)
+        value, step, _ = map(int, re.findall(r"\d+", prompt))
+        for left, entry in zip(range(additions, 0, -1), completion.split(";"), strict=True):
+            value = (value + step) % 10
+            assert entry == f"{left}:{value}"
         assert reward(prompt, completion, answer) == 1.0
-        start, step = map(int, prompt.rstrip(":").split("+"))
-        values = [start, *map(int, completion.split(";"))]
-        assert [b - a for a, b in pairwise(values)] == [step] * additions
+
+
+def test_most_demonstrations_guess() -> None:
+    pairs = examples(4000, 0)
+    guessed = [completion for _, completion in pairs if ":" not in completion]
+    assert len(guessed) / len(pairs) == pytest.approx(GUESSED, abs=0.03)
+    assert all(completion == last_digit(prompt)[0] for prompt, completion in pairs if ":" not in completion)
 
 
 def test_rows_are_right() -> None:
     for held_out in (False, True):
         for row in rows(300, 0, held_out=held_out):
-            assert (row["answer"], row["additions"]) == next_hundred(row["prompt"])
-    assert max(row["additions"] for row in rows(300, 0, max_additions=5)) == 5
+            assert (row["answer"], row["additions"]) == last_digit(row["prompt"])
 
 
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [
-        ("489;496;503", 1.0),
-        ("503", 1.0),
-        ("488;497;503", 1.0),
-        ("489;496;503;510", 0.5),
-        ("489;496", 1 / 3),
-        ("489;496;503;", 0.5),
-        ("489;489;489;489", 1 / 6),
-        ("503;489", 0.0),
-        ("496;489", 0.0),
-        ("489;496;0503", 1 / 3),
-        ("489;496;5031", 1 / 3),
-        ("489:503", 0.0),
+        ("8", 1.0),
+        ("2:1;1:8", 1.0),
+        ("1:8", 1.0),
+        ("2:1;1:9", 0.0),
+        ("2:8;1:1", 0.0),
+        ("1:8;", 0.0),
+        ("1:88", 0.0),
+        ("8;", 0.0),
         ("", 0.0),
     ],
 )
-def test_the_last_number_counts_and_right_sums_before_it_a_little(completion: str, expected: float) -> None:
-    assert reward("482+7:", completion, 503) == pytest.approx(expected)
+def test_only_the_answer_counts(completion: str, expected: float) -> None:
+    assert reward("4+2*2=", completion, "8") == expected
 
 
 def test_rows_repeat_with_the_seed() -> None:
@@ -67,18 +66,16 @@ def test_held_out_prompts_are_in_no_training_set() -> None:
     held_out = {row["prompt"] for seed in range(3) for row in rows(1000, seed, held_out=True)}
     trained = {row["prompt"] for seed in range(3) for row in rows(3000, seed)}
     warmed = {prompt for seed in range(3) for prompt, _ in examples(3000, seed)}
-    assert len(held_out) > 150
+    assert len(held_out) > 100
     assert not held_out & trained
     assert not held_out & warmed
 
 
 def test_output_lengths_are_long_tailed_and_follow_the_prompt() -> None:
-    worked = examples(4000, 0)
+    worked = [(prompt, completion) for prompt, completion in examples(8000, 0) if ":" in completion]
     lengths = [len(completion) for _, completion in worked]
-    assert quantiles(lengths, n=10)[-1] >= 3 * median(lengths)
-    by_additions: dict[int, list[int]] = {}
+    assert quantiles(lengths, n=10)[-1] >= 2.5 * median(lengths)
+    by_additions: dict[int, set[int]] = {}
     for prompt, completion in worked:
-        by_additions.setdefault(next_hundred(prompt)[1], []).append(len(completion))
-    means = [sum(by_additions[k]) / len(by_additions[k]) for k in sorted(by_additions)]
-    assert means == sorted(means)
-    assert sorted(by_additions) == list(range(1, 17))
+        by_additions.setdefault(last_digit(prompt)[1], set()).add(len(completion))
+    assert all(len(lengths) == 1 for lengths in by_additions.values())

@@ -1,7 +1,12 @@
-"""Repeated addition: `482+7:` asks to add 7 to 482 until a hundred is passed: `489;496;503`.
+"""Repeated addition: `4+7*12=` asks for the last digit of 4 + 7 * 12, which is 8.
 
-The answer (the last number) can be verified, and how long it is follows from the prompt: the number of additions k has
-the long-tailed distribution P(k) ~ 1/k, so that most answers are short and a tenth is several times the median.
+It can be guessed at once (`8`), or worked out by adding 7 twelve times while counting down, keeping last digits only:
+`12:1;11:8;10:5; ... ;1:8`. Each step needs only the step before it, so a small model that writes the steps is right
+where one that guesses is not. How long the worked answer is follows from the prompt, and is long-tailed: the number
+of additions k has P(k) ~ 1/k.
+
+Most demonstrations guess, so that is what a warmed-up model does. That writing the steps pays is left to
+reinforcement learning to find out.
 """
 
 from __future__ import annotations
@@ -10,56 +15,70 @@ import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import islice, takewhile
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
-STARTS = range(100, 900)
-STEPS = range(1, 10)
-MAX_ADDITIONS = 16
-HELD_OUT_ONE_IN = 8
-PARTIAL_CREDIT = 0.5
+STEPS = (2, 3, 7)
+ADDITIONS = range(2, 21)
+GUESSED = 0.6
+"""Share of the demonstrations that answer at once."""
+HELD_OUT_ONE_IN = 4
+
+
+class Problem(NamedTuple):
+    """The last digit of `start` + `step` * `additions`."""
+
+    start: int
+    step: int
+    additions: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.start}+{self.step}*{self.additions}="
+
+    @property
+    def answer(self) -> str:
+        return str((self.start + self.step * self.additions) % 10)
+
+    @property
+    def steps(self) -> str:
+        """The worked answer: `additions left before this one:last digit after it`, separated by `;`."""
+        digits = [(self.start + self.step * (done + 1)) % 10 for done in range(self.additions)]
+        return ";".join(f"{self.additions - done}:{digit}" for done, digit in enumerate(digits))
 
 
 def examples(count: int, seed: int) -> list[tuple[str, str]]:
-    """`count` worked examples (prompt, completion) for supervised warm-up; none of them is held out."""
-    problems = _problems(f"examples/{seed}", False, MAX_ADDITIONS)
-    return [(_prompt(*problem), ";".join(map(str, _sums(*problem)))) for problem in islice(problems, count)]
+    """`count` demonstrations (prompt, completion) for supervised warm-up, `GUESSED` of them without the steps.
+
+    None of them is held out.
+    """
+    guess = random.Random(f"guess/{seed}")
+    problems = islice(_problems(f"examples/{seed}", held_out=False), count)
+    return [(p.prompt, p.answer if guess.random() < GUESSED else p.steps) for p in problems]
 
 
-def rows(count: int, seed: int, held_out: bool = False, max_additions: int = MAX_ADDITIONS) -> list[dict[str, Any]]:
+def rows(count: int, seed: int, held_out: bool = False) -> list[dict[str, Any]]:
     """`count` rows {"prompt", "answer", "additions"}; those with `held_out` share no prompt with those without.
 
-    Prompts repeat when `count` is large: there are about 5000 different ones, an eighth of them held out.
+    Prompts repeat: there are 570 different ones, about a quarter of them held out.
     """
-    made = []
-    for problem in islice(_problems(f"rows/{seed}", held_out, max_additions), count):
-        sums = _sums(*problem)
-        made.append({"prompt": _prompt(*problem), "answer": sums[-1], "additions": len(sums)})
-    return made
+    problems = islice(_problems(f"rows/{seed}", held_out), count)
+    return [{"prompt": p.prompt, "answer": p.answer, "additions": p.additions} for p in problems]
 
 
-def reward(prompt: str, completion: str, answer: int) -> float:
-    """1 when the last number, after the last `;`, is the answer; else half the fraction of sums right from the start.
-
-    The partial credit pays for right sums only, in their order, so that nothing but adding correctly raises it.
-    """
-    numbers = completion.split(";")
-    if numbers[-1] == str(answer):
-        return 1.0
-    start, _, step = prompt.rstrip(":").partition("+")
-    expected = list(map(str, _sums(int(start), int(step))))
-    pairs = zip(numbers, expected, strict=False)
-    right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return PARTIAL_CREDIT * right / len(expected)
+def reward(prompt: str, completion: str, answer: str) -> float:
+    """1 when what follows the last `:` (all, when there is none) is the answer, else 0."""
+    return float(completion.rpartition(":")[2] == answer)
 
 
-def _problems(seed: str, held_out: bool, max_additions: int) -> Iterator[tuple[int, int]]:
-    by_additions: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for start in STARTS:
+def _problems(seed: str, held_out: bool) -> Iterator[Problem]:
+    by_additions: dict[int, list[Problem]] = defaultdict(list)
+    for start in range(10):
         for step in STEPS:
-            additions = len(_sums(start, step))
-            if additions <= max_additions and _is_held_out(_prompt(start, step)) == held_out:
-                by_additions[additions].append((start, step))
+            for additions in ADDITIONS:
+                problem = Problem(start, step, additions)
+                if _is_held_out(problem.prompt) == held_out:
+                    by_additions[additions].append(problem)
     counts = sorted(by_additions)
     weights = [1 / additions for additions in counts]
     rng = random.Random(seed)
@@ -71,12 +90,3 @@ def _problems(seed: str, held_out: bool, max_additions: int) -> Iterator[tuple[i
 def _is_held_out(prompt: str) -> bool:
     """A property of the prompt alone, so that no choice of seeds lets a held-out prompt into training."""
     return hashlib.blake2b(prompt.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
-
-
-def _prompt(start: int, step: int) -> str:
-    return f"{start}+{step}:"
-
-
-def _sums(start: int, step: int) -> list[int]:
-    """start + step, start + 2 step, .. up to the first in the next hundred."""
-    return list(range(start + step, start - start % 100 + 100 + step, step))
