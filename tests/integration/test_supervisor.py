@@ -60,6 +60,16 @@ print("up", flush=True)
 time.sleep(600)
 """
 
+LAUNCHES = """
+import signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, *sys.argv[1:]])
+def stop(*_):
+    rank.kill()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, stop)
+sys.exit(rank.wait())
+"""
+
 
 @dataclass
 class Running:
@@ -150,6 +160,17 @@ def test_services_that_die_are_replaced_and_ctrl_c_saves_first(tmp_path: Path) -
         assert gone(below)
         for name in ("head", "unit-0", "unit-1"):
             assert f"{name}: ended: stopped by Ctrl-C" in running.log(name)
+
+
+def test_ctrl_c_asks_the_ranks_and_not_their_impatient_launcher(tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoint"
+    with supervised(tmp_path, "-c", LAUNCHES, "-c", CHECKPOINTS, str(saved)) as running:
+        all_up(running)
+        below = running.descendants()
+        running.process.send_signal(signal.SIGINT)
+        assert running.wait() == (130, "stopped by Ctrl-C")
+        assert saved.read_text() == "saved"
+        assert gone(below)
 
 
 def test_a_trainer_that_is_killed_ends_the_run_and_says_so(tmp_path: Path) -> None:
