@@ -82,7 +82,7 @@ def encode_examples(examples: Sequence[tuple[str, str]], tokenizer: Any, init: M
 def warm_up(
     model: Any, examples: Sequence[Example], config: WarmupConfig, seed: int, progress: Callable[[int, float], None]
 ) -> None:
-    """Supervised training on the completions, in place; calls `progress(step, loss)` after each step.
+    """Supervised training on the completions, in place; calls `progress(step, loss per token)` after each step.
 
     A batch holds examples of about one length, and every completion token of the run weighs the same, so that the
     model learns how often each kind of example comes. The learning rate rises over the first twentieth and falls to
@@ -99,15 +99,16 @@ def warm_up(
         [rise],
     )
     batches = _batches(examples, config.batch_size, random.Random(seed))
-    tokens = config.batch_size * sum(len(tokens) - prompt for tokens, prompt in examples) / len(examples)
+    usual = config.batch_size * sum(len(tokens) - prompt for tokens, prompt in examples) / len(examples)
     model.train()
     for step in range(1, config.steps + 1):
-        loss = _loss(model, next(batches)) / tokens
-        value = loss.item()
+        batch = next(batches)
+        total = _loss(model, batch)
+        value = total.item() / sum(len(tokens) - prompt for tokens, prompt in batch)
         if value != value or value == float("inf"):
             raise TrainingError(f"warm-up: the loss is {value} at step {step}; lower warmup.lr")
         optimizer.zero_grad()
-        loss.backward()
+        (total / usual).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

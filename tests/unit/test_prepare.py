@@ -28,7 +28,7 @@ def write_config(tmp_path: Path, **sections: Any) -> Path:
                 "kv_heads": 1,
                 "intermediate_size": 32,
                 "max_positions": 160,
-                "alphabet": "0123456789+:;",
+                "alphabet": "0123456789+*:;=",
             }
         },
         "warmup": {
@@ -124,7 +124,7 @@ def test_warm_up_lowers_the_loss(tmp_path: Path) -> None:
         (["warmup.examples=trainer.tasks.addition:nothing"], ConfigError, "warmup.examples: .*has no 'nothing'"),
         (["warmup.examples=trainer.tasks.addition:reward"], ConfigError, "warmup.examples: .*failed: TypeError"),
         (["model.init.alphabet='0123456789+'"], DataError, "characters that the tokenizer does not know"),
-        (["model.init.alphabet='0123456789+:'"], ConfigError, "example .* not in model.init.alphabet"),
+        (["model.init.alphabet='0123456789+*=:'"], ConfigError, "example .* not in model.init.alphabet"),
         (["sampling.stop=[ab]"], ConfigError, "sampling.stop"),
         (["sampling.max_tokens=155"], PromptTooLongError, "the model's max_position_embeddings = 160"),
         (["eval.max_tokens=155"], PromptTooLongError, "the model's max_position_embeddings = 160"),
