@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from services.config import ModelInit, WarmupConfig
 from services.errors import ConfigError, TrainingError
@@ -38,6 +38,8 @@ def build_tokenizer(alphabet: str) -> Any:
 
 def build_model(init: ModelInit, tokenizer: Any, seed: int) -> Any:
     """An untrained float32 model; the same weights for the same seed."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # seconds to import, and most runs bring their own model
+
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
         Qwen2Config(
