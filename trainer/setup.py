@@ -69,6 +69,9 @@ class Rank:
         """
         if config.model.path is None:
             raise ModelError("model.path is not set: `streamrl prepare` makes the model that model.init describes")
+        left = earlier_run(run_dir)
+        if resume is None and left is not None:
+            raise UsageError(f"{left} is of an earlier run: go on with it (--resume auto), or give another --run-dir")
         data = load_data(config, config.model.path)
         learner = Learner(config, config.model.path, rank, world)
         exchange = Exchange(rank, world)
@@ -172,9 +175,6 @@ def _record_unit(records: Records, version: int, unit: pb.UnitWeights) -> None:
 def _resume(resume: str | None, run_dir: Path, learner: Learner, loader: Loader, exchange: Exchange) -> int:
     """Load the checkpoint asked for; returns the first iteration to run. Collective."""
     root = run_dir / "checkpoints"
-    left = earlier_run(run_dir)
-    if resume is None and left is not None:
-        raise UsageError(f"{left} is of an earlier run: go on with it (--resume auto), or give another --run-dir")
     directory = checkpoint.newest(root) if resume == "auto" else Path(resume) if resume else None
     iteration = 0
     if directory is not None:

@@ -100,6 +100,21 @@ def test_a_zero_denominator_skips_the_update(backend: str, model: Path) -> None:
     assert learner.step(1.0).grad_norm == 0.0
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_samples_of_zero_advantage_may_be_left_out_of_all_but_the_denominator(aggregation: str, model: Path) -> None:
+    samples = [replace(s, advantage=0.0) if s.id.k % 2 else s for s in make_samples(7)]
+    algorithm = {"aggregation": aggregation}
+    total = denominator(samples, make_config(model, algorithm=algorithm))
+    trained = []
+    for micro in (samples, [sample for sample in samples if sample.advantage]):
+        learner = learner_on("ddp", model, algorithm=algorithm)
+        learner.accumulate(micro)
+        learner.step(total)
+        trained.append(dict(learner.weights()))
+    for name, tensor in trained[0].items():
+        torch.testing.assert_close(trained[1][name], tensor, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
 def test_a_gradient_that_is_not_finite_is_refused(backend: str, model: Path) -> None:
     learner = learner_on(backend, model)

@@ -118,6 +118,7 @@ def test_interrupt_leaves_a_checkpoint_and_no_process(place: Path) -> None:
         code, _err = run.wait()
     assert code == 130
     assert alive(below) == []
+    assert "Traceback" not in run.log("trainer"), run.log("trainer")[-3000:]
     newest = checkpoint.newest(run.directory / "checkpoints")
     assert newest is not None
     state = checkpoint.read(newest)
@@ -137,13 +138,17 @@ def test_a_resumed_run_has_the_same_ledger(place: Path) -> None:
             wait_for(lambda: (run_dir / "checkpoints" / "step-000004" / "COMPLETE").exists(), first)
             for each in [*psutil.Process(first.pid).children(recursive=True), psutil.Process(first.pid)]:
                 each.send_signal(signal.SIGKILL)
-        again = subprocess.run([*trainer(config, head, run_dir), "--resume", "auto"], cwd=place, env=environment())
+        more = ("--resume", "auto", "--set", "trainer.ranks=2")
+        again = subprocess.run([*trainer(config, head, run_dir), *more], cwd=place, env=environment())
         assert again.returncode == 0
     rows = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
     ids = sorted((row["prompt_id"], row["k"]) for row in rows)
     assert ids == sorted((f"train/{p}", k) for p in range(ITERATIONS * PROMPTS) for k in range(GROUP))
     iterations = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in iterations] == list(range(ITERATIONS))
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["samples"] == len(ids) and summary["samples_lost"] == summary["samples_duplicated"] == 0
+    assert summary["finished"] and summary["resumed_at"] >= 4
 
 
 class services:

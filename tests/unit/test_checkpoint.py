@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
+from services.config import Config
 from services.errors import UsageError
 from trainer import checkpoint
 from trainer.records import Records, earlier_run, truncate_from
+from trainer.setup import Rank
 
 
 def write(root: Path, iteration: int, finish: bool = True) -> Path:
@@ -81,3 +84,6 @@ def test_a_directory_that_holds_a_run_is_noticed(tmp_path: Path) -> None:
     assert earlier_run(tmp_path) is None
     Records(tmp_path, rank=0).metrics({"iteration": 0})
     assert earlier_run(tmp_path) == tmp_path / "metrics.jsonl"
+    sections = {"model": {"path": "m"}, "data": {"train": {"path": "d"}}, "reward": {"fn": "a:b"}}
+    with pytest.raises(UsageError, match=r"metrics\.jsonl is of an earlier run: .*--resume auto"):
+        Rank(Config.model_validate(sections), "127.0.0.1:1", tmp_path, None, 0, 1, threading.Event())
