@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import training_worker
 from safetensors.torch import load_file
-from training_cases import AGGREGATIONS, make_config, make_samples, relative_error, slow_gradient, write_model
+from training_cases import CASES, make_config, make_samples, relative_error, slow_gradient, write_model
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -25,25 +26,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def trained(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp(f"ranks{request.param}")
-    run_ranks(request.param, model, out)
+    if request.param == 1:
+        training_worker.main(model, out, rank=0, world=1)
+    else:
+        run_ranks(request.param, model, out)
     return out
 
 
 def run_ranks(world: int, model: Path, out: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    """Without torchrun, which is one more process that imports torch."""
     paths = os.pathsep.join([str(ROOT), str(HERE)])
-    done = subprocess.run(
-        [*command, str(HERE / "training_worker.py"), str(model), str(out)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "training_worker.py"), str(model), str(out), str(rank), str(world)],
+            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        for rank in ranks:
+            _out, err = rank.communicate(timeout=280)
+            assert rank.returncode == 0, err[-4000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
-@pytest.mark.parametrize("case", ["even", "lopsided", "idle"])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(("aggregation", "case"), CASES)
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
 def test_gradient_and_update_equal_those_of_one_batch(
     trained: Path, model: Path, backend: str, aggregation: str, case: str
@@ -73,3 +85,9 @@ def test_loss_curve_is_the_same_on_both_backends_and_resumes(trained: Path) -> N
         assert all(torch.equal(weights[name], resumed[name]) for name in weights)
     pair = [load_file(trained / f"{backend}-weights.safetensors") for backend in ("ddp", "fsdp2")]
     assert relative_error(*pair) < 1e-9
+
+
+def test_a_failure_of_one_rank_reaches_all(trained: Path) -> None:
+    *others, failed = [path.read_text() for path in sorted(trained.glob("failed-*"))]
+    assert failed == "ValueError: of one rank"
+    assert others in ([], ["PeerError: rank 1 failed: ValueError: of one rank"])

@@ -1,4 +1,4 @@
-"""One rank under torchrun: `training_worker.py MODEL OUT`. Runs every case on each backend and writes what came out."""
+"""One rank of several: `training_worker.py MODEL OUT RANK WORLD`. Runs every case and writes what came out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from training_cases import AGGREGATIONS, make_config, make_samples
+from training_cases import CASES, make_config, make_samples
 
 from services.config import Config
 from trainer.algorithms.aggregation import denominator
 from trainer.data.batch import TrainSample
 from trainer.learner import Learner
+from trainer.peers import PeerError
 from trainer.pipeline.exchange import Exchange
 from trainer.pipeline.rounds import plan_round
 
@@ -48,24 +49,26 @@ def idle_rank(learner: Learner, exchange: Exchange, config: Config, samples: lis
     learner.step(denominator(samples, config))
 
 
-def main(model: Path, out: Path) -> None:
+def main(model: Path, out: Path, rank: int, world: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=world)
     exchange = Exchange(rank, world)
     assert exchange.gather_ints(list(range(rank))) == [list(range(peer)) for peer in range(world)]
     for backend in ("ddp", "fsdp2"):
-        for aggregation in AGGREGATIONS:
-            for case in ("even", "lopsided", "idle"):
-                trainer = {"backend": backend, "device": "cpu"}
-                config = make_config(model, trainer=trainer, algorithm={"aggregation": aggregation})
-                learner = Learner(config, model, rank, world)
-                if case == "idle":
-                    idle_rank(learner, exchange, config, make_samples(11))
-                else:
-                    train(learner, exchange, config, owned(case, rank, make_samples(11)))
-                learner.save(out / f"{backend}-{aggregation}-{case}")
+        for aggregation, case in CASES:
+            trainer = {"backend": backend, "device": "cpu"}
+            config = make_config(model, trainer=trainer, algorithm={"aggregation": aggregation})
+            learner = Learner(config, model, rank, world)
+            if case == "idle":
+                idle_rank(learner, exchange, config, make_samples(11))
+            else:
+                train(learner, exchange, config, owned(case, rank, make_samples(11)))
+            learner.save(out / f"{backend}-{aggregation}-{case}")
         course(backend, model, out, exchange)
+    try:
+        exchange.fail_together(ValueError("of one rank") if rank == world - 1 else None)
+    except (ValueError, PeerError) as error:
+        (out / f"failed-{rank}").write_text(f"{type(error).__name__}: {error}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -103,4 +106,4 @@ def course(backend: str, model: Path, out: Path, exchange: Exchange) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
