@@ -177,6 +177,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("samples/s", _number("samples_per_s", ".1f")),
     ("tokens/s", _number("tokens_per_s", ".0f")),
     ("seconds", _number("iteration_s", ".2f")),
+    ("generate", _number("generation_s", ".2f")),
     ("train", _number("train_s", ".2f")),
     ("wait", _number("wait_s", ".2f")),
     ("bubble", lambda row: _percent(row.get("bubble_share"))),
