@@ -62,13 +62,14 @@ def test_rows_repeat_with_the_seed() -> None:
     assert rows(20, 1) == rows(50, 1)[:20]
 
 
-def test_held_out_prompts_are_in_no_training_set() -> None:
+def test_the_three_parts_share_no_prompt() -> None:
     held_out = {row["prompt"] for seed in range(3) for row in rows(1000, seed, held_out=True)}
     trained = {row["prompt"] for seed in range(3) for row in rows(3000, seed)}
     warmed = {prompt for seed in range(3) for prompt, _ in examples(3000, seed)}
     assert len(held_out) > 100
     assert not held_out & trained
     assert not held_out & warmed
+    assert not trained & warmed
 
 
 def test_output_lengths_are_long_tailed_and_follow_the_prompt() -> None:

@@ -6,7 +6,8 @@ where one that guesses is not. How long the worked answer is follows from the pr
 of additions k has P(k) ~ 1/k.
 
 Most demonstrations guess, so that is what a warmed-up model does. That writing the steps pays is left to
-reinforcement learning to find out.
+reinforcement learning to find out. Demonstrations, training and held-out prompts are disjoint thirds of all prompts, so
+that no answer was seen before.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 STEPS = (2, 3, 7)
-ADDITIONS = range(2, 21)
+ADDITIONS = range(2, 25)
 GUESSED = 0.6
 """Share of the demonstrations that answer at once."""
-HELD_OUT_ONE_IN = 4
+
+_PARTS = ("demonstrations", "training", "held out")
 
 
 class Problem(NamedTuple):
@@ -48,21 +50,15 @@ class Problem(NamedTuple):
 
 
 def examples(count: int, seed: int) -> list[tuple[str, str]]:
-    """`count` demonstrations (prompt, completion) for supervised warm-up, `GUESSED` of them without the steps.
-
-    None of them is held out.
-    """
+    """`count` demonstrations (prompt, completion) for supervised warm-up, `GUESSED` of them without the steps."""
     guess = random.Random(f"guess/{seed}")
-    problems = islice(_problems(f"examples/{seed}", held_out=False), count)
+    problems = islice(_problems(f"examples/{seed}", "demonstrations"), count)
     return [(p.prompt, p.answer if guess.random() < GUESSED else p.steps) for p in problems]
 
 
 def rows(count: int, seed: int, held_out: bool = False) -> list[dict[str, Any]]:
-    """`count` rows {"prompt", "answer", "additions"}; those with `held_out` share no prompt with those without.
-
-    Prompts repeat: there are 570 different ones, about a quarter of them held out.
-    """
-    problems = islice(_problems(f"rows/{seed}", held_out), count)
+    """`count` rows {"prompt", "answer", "additions"}. Prompts repeat: there are 690 different ones in all."""
+    problems = islice(_problems(f"rows/{seed}", "held out" if held_out else "training"), count)
     return [{"prompt": p.prompt, "answer": p.answer, "additions": p.additions} for p in problems]
 
 
@@ -71,13 +67,13 @@ def reward(prompt: str, completion: str, answer: str) -> float:
     return float(completion.rpartition(":")[2] == answer)
 
 
-def _problems(seed: str, held_out: bool) -> Iterator[Problem]:
+def _problems(seed: str, part: str) -> Iterator[Problem]:
     by_additions: dict[int, list[Problem]] = defaultdict(list)
     for start in range(10):
         for step in STEPS:
             for additions in ADDITIONS:
                 problem = Problem(start, step, additions)
-                if _is_held_out(problem.prompt) == held_out:
+                if _part(problem.prompt) == part:
                     by_additions[additions].append(problem)
     counts = sorted(by_additions)
     weights = [1 / additions for additions in counts]
@@ -87,6 +83,6 @@ def _problems(seed: str, held_out: bool) -> Iterator[Problem]:
         yield rng.choice(by_additions[additions])
 
 
-def _is_held_out(prompt: str) -> bool:
-    """A property of the prompt alone, so that no choice of seeds lets a held-out prompt into training."""
-    return hashlib.blake2b(prompt.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
+def _part(prompt: str) -> str:
+    """A property of the prompt alone, so that no choice of seeds lets a prompt into two parts."""
+    return _PARTS[hashlib.blake2b(prompt.encode()).digest()[0] % len(_PARTS)]
