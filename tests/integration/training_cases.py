@@ -26,6 +26,8 @@ from trainer.data.batch import TrainSample
 torch.set_num_threads(1)
 
 VOCAB = 23
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+
 # How losses add up, and how samples lie on the ranks. Weights are made sample by sample, wherever that is, so that
 # each layout is needed with one of them only: the one whose weights differ.
 CASES = (
