@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import json
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -129,7 +130,7 @@ def _train(config: Config, function: Callable[..., Any], tokenizer: Any, progres
         if step % every == 0 or step == warmup.steps:
             progress({"event": "warmup", "step": step, "steps": warmup.steps, "loss": loss})
 
-    torch.set_num_threads(config.trainer.threads)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # nothing else of the run computes yet
     model = tiny_model.build_model(init, tokenizer, seed)
     tiny_model.warm_up(model, examples, warmup, seed, report)
     return model

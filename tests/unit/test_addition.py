@@ -5,7 +5,7 @@ from statistics import median, quantiles
 
 import pytest
 
-from trainer.tasks.addition import GUESSED, examples, reward, rows
+from trainer.tasks.addition import CARELESS, examples, reward, rows
 
 
 def last_digit(prompt: str) -> tuple[str, int]:
@@ -25,11 +25,11 @@ def test_worked_demonstrations_are_right_step_by_step() -> None:
         assert reward(prompt, completion, answer) == 1.0
 
 
-def test_most_demonstrations_guess() -> None:
+def test_most_demonstrations_repeat_the_first_number() -> None:
     pairs = examples(4000, 0)
-    guessed = [completion for _, completion in pairs if ":" not in completion]
-    assert len(guessed) / len(pairs) == pytest.approx(GUESSED, abs=0.03)
-    assert all(completion == last_digit(prompt)[0] for prompt, completion in pairs if ":" not in completion)
+    careless = [(prompt, completion) for prompt, completion in pairs if ":" not in completion]
+    assert len(careless) / len(pairs) == pytest.approx(CARELESS, abs=0.03)
+    assert all(completion == prompt[0] for prompt, completion in careless)
 
 
 def test_rows_are_right() -> None:
@@ -62,14 +62,13 @@ def test_rows_repeat_with_the_seed() -> None:
     assert rows(20, 1) == rows(50, 1)[:20]
 
 
-def test_the_three_parts_share_no_prompt() -> None:
+def test_held_out_prompts_are_in_no_training_set() -> None:
     held_out = {row["prompt"] for seed in range(3) for row in rows(1000, seed, held_out=True)}
     trained = {row["prompt"] for seed in range(3) for row in rows(3000, seed)}
     warmed = {prompt for seed in range(3) for prompt, _ in examples(3000, seed)}
     assert len(held_out) > 100
     assert not held_out & trained
     assert not held_out & warmed
-    assert not trained & warmed
 
 
 def test_output_lengths_are_long_tailed_and_follow_the_prompt() -> None:

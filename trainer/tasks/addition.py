@@ -1,13 +1,11 @@
 """Repeated addition: `4+7*12=` asks for the last digit of 4 + 7 * 12, which is 8.
 
-It can be guessed at once (`8`), or worked out by adding 7 twelve times while counting down, keeping last digits only:
-`12:1;11:8;10:5; ... ;1:8`. Each step needs only the step before it, so a small model that writes the steps is right
-where one that guesses is not. How long the worked answer is follows from the prompt, and is long-tailed: the number
-of additions k has P(k) ~ 1/k.
+It is worked out by adding 7 twelve times while counting down, keeping last digits only: `12:1;11:8;10:5; ... ;1:8`.
+Each step needs only the step before it, so a small model that writes the steps is right. How long the answer is follows
+from the prompt, and is long-tailed: the number of additions k has P(k) ~ 1/k.
 
-Most demonstrations guess, so that is what a warmed-up model does. That writing the steps pays is left to
-reinforcement learning to find out. Demonstrations, training and held-out prompts are disjoint thirds of all prompts, so
-that no answer was seen before.
+Most demonstrations are careless: they repeat the first number (`4`), which is right one time in ten. A warmed-up model
+does the same. That writing the steps pays is left to reinforcement learning to find out.
 """
 
 from __future__ import annotations
@@ -21,10 +19,9 @@ from typing import Any, NamedTuple
 
 STEPS = (2, 3, 7)
 ADDITIONS = range(2, 25)
-GUESSED = 0.6
-"""Share of the demonstrations that answer at once."""
-
-_PARTS = ("demonstrations", "training", "held out")
+CARELESS = 0.6
+"""Share of the demonstrations that only repeat the first number."""
+HELD_OUT_ONE_IN = 3
 
 
 class Problem(NamedTuple):
@@ -50,15 +47,18 @@ class Problem(NamedTuple):
 
 
 def examples(count: int, seed: int) -> list[tuple[str, str]]:
-    """`count` demonstrations (prompt, completion) for supervised warm-up, `GUESSED` of them without the steps."""
-    guess = random.Random(f"guess/{seed}")
-    problems = islice(_problems(f"examples/{seed}", "demonstrations"), count)
-    return [(p.prompt, p.answer if guess.random() < GUESSED else p.steps) for p in problems]
+    """`count` demonstrations (prompt, completion) for supervised warm-up; none of their prompts is held out."""
+    care = random.Random(f"care/{seed}")
+    problems = islice(_problems(f"examples/{seed}", held_out=False), count)
+    return [(p.prompt, str(p.start) if care.random() < CARELESS else p.steps) for p in problems]
 
 
 def rows(count: int, seed: int, held_out: bool = False) -> list[dict[str, Any]]:
-    """`count` rows {"prompt", "answer", "additions"}. Prompts repeat: there are 690 different ones in all."""
-    problems = islice(_problems(f"rows/{seed}", "held out" if held_out else "training"), count)
+    """`count` rows {"prompt", "answer", "additions"}; those with `held_out` share no prompt with those without.
+
+    Prompts repeat: there are 690 different ones, about a third of them held out.
+    """
+    problems = islice(_problems(f"rows/{seed}", held_out), count)
     return [{"prompt": p.prompt, "answer": p.answer, "additions": p.additions} for p in problems]
 
 
@@ -67,13 +67,13 @@ def reward(prompt: str, completion: str, answer: str) -> float:
     return float(completion.rpartition(":")[2] == answer)
 
 
-def _problems(seed: str, part: str) -> Iterator[Problem]:
+def _problems(seed: str, held_out: bool) -> Iterator[Problem]:
     by_additions: dict[int, list[Problem]] = defaultdict(list)
     for start in range(10):
         for step in STEPS:
             for additions in ADDITIONS:
                 problem = Problem(start, step, additions)
-                if _part(problem.prompt) == part:
+                if _is_held_out(problem.prompt) == held_out:
                     by_additions[additions].append(problem)
     counts = sorted(by_additions)
     weights = [1 / additions for additions in counts]
@@ -83,6 +83,6 @@ def _problems(seed: str, part: str) -> Iterator[Problem]:
         yield rng.choice(by_additions[additions])
 
 
-def _part(prompt: str) -> str:
-    """A property of the prompt alone, so that no choice of seeds lets a prompt into two parts."""
-    return _PARTS[hashlib.blake2b(prompt.encode()).digest()[0] % len(_PARTS)]
+def _is_held_out(prompt: str) -> bool:
+    """A property of the prompt alone, so that no choice of seeds lets a held-out prompt into training."""
+    return hashlib.blake2b(prompt.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
