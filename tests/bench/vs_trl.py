@@ -1,6 +1,6 @@
 """Samples per second of a whole training step: streamrl over TRL's GRPOTrainer, same models, prompts and threads.
 
-    python tests/bench/vs_trl.py [--sizes 1m,14m] [--rounds 3]
+    python tests/bench/vs_trl.py [--sizes 1m,14m] [--lengths uniform,long_tail] [--modes stream,async] [--rounds 3]
 
 (a) uniform: an untrained model, up to 64 tokens a sample. (b) long tail: a model warmed up so that most completions
 have 3-12 tokens and about one in eight runs to the limit of 192. TRL runs in `.venv-trl`, made on the first run.
@@ -70,7 +70,7 @@ def make_case(size: str, mix: str, directory: Path) -> Case:
     if mix == "long_tail":
         examples = encode_examples(length_mix(4000, seed=1), tokenizer, init)
         warmup = WarmupConfig(examples="bench_tasks:length_mix", steps=120 if size == "1m" else 60, batch_size=32)
-        warm_up(network, tokenizer, examples, warmup, 0, lambda *_: None)
+        warm_up(network, examples, warmup, 0, lambda *_: None)
     network.save_pretrained(model)
     tokenizer.save_pretrained(model)
     return Case(size, mix, 64 if mix == "uniform" else 192, model, prompts)
@@ -123,13 +123,13 @@ def run_ours(case: Case, mode: str, steps: int, directory: Path) -> dict[str, An
     }
 
 
-def compare(case: Case, python: Path, rounds: int, directory: Path) -> dict[str, float]:
+def compare(case: Case, python: Path, rounds: int, modes: list[str], directory: Path) -> dict[str, float]:
     """Median ratios of samples/s over TRL, of runs that alternate."""
-    speeds: dict[str, list[dict[str, Any]]] = {"trl": [], "stream": [], "async": []}
-    peer_steps, our_steps = (5, 12) if case.size == "1m" else (3, 6)
+    speeds: dict[str, list[dict[str, Any]]] = {name: [] for name in ("trl", *modes)}
+    peer_steps, our_steps = (5, 12) if case.size == "1m" else (3, 5)
     for _ in range(rounds):
         speeds["trl"].append(run_peer(case, python, peer_steps))
-        for mode in ("stream", "async"):
+        for mode in modes:
             speeds[mode].append(run_ours(case, mode, our_steps, directory))
     for name, results in speeds.items():
         middle = {key: statistics.median(row[key] for row in results) for key in results[0] if key != "peer"}
@@ -140,30 +140,33 @@ def compare(case: Case, python: Path, rounds: int, directory: Path) -> dict[str,
             flush=True,
         )
     peer = statistics.median(row["samples_per_s"] for row in speeds["trl"])
-    return {
-        mode: statistics.median(row["samples_per_s"] for row in speeds[mode]) / peer for mode in ("stream", "async")
-    }
+    return {mode: statistics.median(row["samples_per_s"] for row in speeds[mode]) / peer for mode in modes}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="1m,14m")
+    parser.add_argument("--lengths", default="uniform,long_tail")
+    parser.add_argument("--modes", default="stream,async")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     python = peer_python()
     print("model lengths    system   samples/s   step s    gen s   train s  tok/smp")
-    ratios: dict[str, dict[str, dict[str, float]]] = {"uniform": {}, "long_tail": {}}
+    modes = options.modes.split(",")
+    ratios: dict[str, dict[str, dict[str, float]]] = {mix: {} for mix in options.lengths.split(",")}
     with tempfile.TemporaryDirectory() as name:
         for size in options.sizes.split(","):
             for mix in ratios:
                 case = make_case(size, mix, Path(name))
-                ratios[mix][size] = compare(case, python, options.rounds, Path(name))
+                ratios[mix][size] = compare(case, python, options.rounds, modes, Path(name))
     print("\nsamples/s over TRL")
     for mix, by_size in ratios.items():
         for size, by_mode in by_size.items():
-            print(f"{size:>5} {mix:<10} stream {by_mode['stream']:.2f}x   async {by_mode['async']:.2f}x")
-    worst = {mix: min(by_mode["async"] for by_mode in by_size.values()) for mix, by_size in ratios.items()}
-    print(json.dumps({"ratio_long_tail": worst["long_tail"], "ratio_uniform": worst["uniform"], "by_model": ratios}))
+            print(f"{size:>5} {mix:<10} " + "   ".join(f"{mode} {ratio:.2f}x" for mode, ratio in by_mode.items()))
+    worst = {
+        f"ratio_{mix}": min(max(by_mode.values()) for by_mode in by_size.values()) for mix, by_size in ratios.items()
+    }
+    print(json.dumps({**worst, "by_model": ratios}))
 
 
 if __name__ == "__main__":
