@@ -4,7 +4,9 @@
 
 (a) uniform: an untrained model, up to 64 tokens a sample. (b) long tail: a model warmed up so that most completions
 have 3-12 tokens and about one in eight runs to the limit of 192. TRL runs in `.venv-trl`, made on the first run.
-Runs alternate; medians are compared. TRL has two torch threads; streamrl one for its DP unit and one for its trainer.
+Runs alternate; medians are compared. TRL's micro-batches are 64 samples, streamrl's 2048 padded tokens (it packs by
+tokens; the cut does not change the gradient). TRL has two torch threads; streamrl one for its DP unit and one for its
+trainer.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ PEER_ENV = ROOT / ".venv-trl"
 PEER_PACKAGES = ["torch==2.13.0", "trl==1.16.0", "accelerate", "datasets"]
 NO_PEER = 3
 PROMPTS, GROUP, MICRO = 32, 8, 64
+MICRO_TOKENS = 2048
 SHAPES = {
     "1m": ModelInit(hidden_size=128, layers=4, heads=4, kv_heads=4, intermediate_size=512),
     "14m": ModelInit(hidden_size=320, layers=10, heads=5, kv_heads=5, intermediate_size=1024),
@@ -95,7 +98,7 @@ def run_ours(case: Case, mode: str, steps: int, directory: Path) -> dict[str, An
         "reward": {"fn": "bench_tasks:digit_share"},
         "sampling": {"n": GROUP, "max_tokens": case.max_tokens},
         "optimizer": {"lr": 1e-6},
-        "trainer": {"threads": 1, "micro_batch_tokens": MICRO * 80},
+        "trainer": {"threads": 1, "micro_batch_tokens": MICRO_TOKENS},
         "engine": {"slots": PROMPTS * GROUP, "threads": 1, "max_sequence_tokens": case.max_tokens + 64},
         "sgs": {"units": 1},
         "pipeline": {"mode": mode, "iterations": steps, "prompts_per_iteration": PROMPTS},
