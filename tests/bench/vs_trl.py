@@ -1,6 +1,6 @@
 """Samples per second of a whole training step: streamrl over TRL's GRPOTrainer, same models, prompts and threads.
 
-    python tests/bench/vs_trl.py [--sizes 1m,14m] [--lengths uniform,long_tail] [--modes stream,async] [--rounds 3]
+    python tests/bench/vs_trl.py [--sizes 1m,14m] [--lengths uniform,long_tail] [--modes async] [--rounds 3]
 
 (a) uniform: an untrained model, up to 64 tokens a sample. (b) long tail: a model warmed up so that most completions
 have 3-12 tokens and about one in eight runs to the limit of 192. TRL runs in `.venv-trl`, made on the first run.
@@ -34,6 +34,7 @@ PEER_PACKAGES = ["torch==2.13.0", "trl==1.16.0", "accelerate", "datasets"]
 NO_PEER = 3
 PROMPTS, GROUP, MICRO = 32, 8, 64
 MICRO_TOKENS = 2048
+DEFAULT_ROUNDS = {"1m": 3, "14m": 1}
 SHAPES = {
     "1m": ModelInit(hidden_size=128, layers=4, heads=4, kv_heads=4, intermediate_size=512),
     "14m": ModelInit(hidden_size=320, layers=10, heads=5, kv_heads=5, intermediate_size=1024),
@@ -150,8 +151,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="1m,14m")
     parser.add_argument("--lengths", default="uniform,long_tail")
-    parser.add_argument("--modes", default="stream,async")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--modes", default="async", help="of streamrl, for example stream,async")
+    parser.add_argument("--rounds", type=int, help="default: 3 for 1m, 1 for 14m")
     options = parser.parse_args()
     python = peer_python()
     print("model lengths    system   samples/s   step s    gen s   train s  tok/smp")
@@ -161,7 +162,7 @@ def main() -> None:
         for size in options.sizes.split(","):
             for mix in ratios:
                 case = make_case(size, mix, Path(name))
-                ratios[mix][size] = compare(case, python, options.rounds, modes, Path(name))
+                ratios[mix][size] = compare(case, python, options.rounds or DEFAULT_ROUNDS[size], modes, Path(name))
     print("\nsamples/s over TRL")
     for mix, by_size in ratios.items():
         for size, by_mode in by_size.items():
